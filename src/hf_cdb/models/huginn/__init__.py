@@ -1,0 +1,4 @@
+from .configuration_huginn import HuginnConfig
+from .modeling_huginn import HuginnCausalLMOutput, HuginnPreTrainedModel, RavenForCausalLM
+
+__all__ = ["HuginnCausalLMOutput", "HuginnConfig", "HuginnPreTrainedModel", "RavenForCausalLM"]
