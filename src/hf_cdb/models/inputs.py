@@ -128,13 +128,16 @@ def resolve_mask(
         embeds: `[batch, queries, width]`, for sizes, dtype and device.
         attention_mask: None; 2-D `[batch, cached + queries]`, true or 1 where there is a token; or prepared 4-D
             `[batch or 1, heads or 1, queries, keys]`, where a bool or integer mask is true at what may be attended
-            and a floating one is added to the scores. Other prepared objects (a flex `BlockMask`) pass through.
+            and a floating one is added to the scores. A dict of masks by layer type, as `generate` prepares for a
+            static cache, gives its "full_attention" entry. Other objects (a flex `BlockMask`) pass through.
 
     Raises:
         ValueError: shape or values fit none of these.
     """
     if attention_mask is None:
         return create_causal_mask(config, embeds, None, cache, position_ids=position_ids)
+    if isinstance(attention_mask, dict):
+        attention_mask = attention_mask["full_attention"]
     if not isinstance(attention_mask, torch.Tensor):
         return attention_mask
     if attention_mask.ndim == 2:
@@ -171,8 +174,8 @@ def _convert_prepared_mask(
     implementation: str, mask: torch.Tensor, embeds: torch.Tensor, cache: Cache | None
 ) -> torch.Tensor:
     batch, length = embeds.shape[:2]
-    past = cache_length(cache)
-    keys = past + length if isinstance(past, int) else cache.get_max_length()
+    # A static cache returns all its places, filled or not.
+    keys = length if cache is None else cache.get_mask_sizes(length, 0)[0]
     if mask.shape[0] not in (1, batch) or mask.shape[2] != length or mask.shape[3] != keys:
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)}, but a prepared mask of this input is [{batch} or 1, heads "

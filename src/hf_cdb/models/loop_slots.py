@@ -63,6 +63,6 @@ def _empty_like(layer: CacheLayerMixin) -> CacheLayerMixin:
     if type(layer) is StaticLayer:
         return StaticLayer(max_cache_len=layer.max_cache_len)
     raise ValueError(
-        f"cache layers of type {type(layer).__name__} cannot be repeated for every loop. Use a dynamic or a static "
-        "cache (`cache_implementation=None` or 'static')."
+        f"cache_implementation: layers of type {type(layer).__name__} cannot be repeated for every loop. Use a dynamic "
+        "or a static cache (`cache_implementation=None` or 'static')."
     )

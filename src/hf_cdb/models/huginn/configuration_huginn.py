@@ -82,9 +82,9 @@ class HuginnConfig(PreTrainedConfig):
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
     use_cache: bool = True
-    pad_token_id: int | None = 65509
-    bos_token_id: int | None = 65504
-    eos_token_id: int | list[int] | None = 65505
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
     init_values: dict | None = None
     init_scale: float = 0.0
     init_seed: int = 0

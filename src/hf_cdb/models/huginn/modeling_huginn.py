@@ -166,7 +166,16 @@ class RavenForCausalLM(HuginnPreTrainedModel, GenerationMixin):
     """
 
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012
-    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
+    # The MLPs hold most of the parameters. Attention stays whole on every rank: 55 heads divide by 5 and 11 only.
+    _tp_plan = {  # noqa: RUF012
+        "lm_head": "colwise_gather_output",
+        "transformer.prelude.*.mlp.fc": "packed_colwise",
+        "transformer.prelude.*.mlp.proj": "rowwise",
+        "transformer.core_block.*.mlp.fc": "packed_colwise",
+        "transformer.core_block.*.mlp.proj": "rowwise",
+        "transformer.coda.*.mlp.fc": "packed_colwise",
+        "transformer.coda.*.mlp.proj": "rowwise",
+    }
 
     def __init__(self, config: HuginnConfig):
         super().__init__(config)
@@ -391,8 +400,11 @@ class RavenForCausalLM(HuginnPreTrainedModel, GenerationMixin):
             )
         return input_states.to(device=embeds.device, dtype=embeds.dtype)
 
-    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
-        super()._validate_model_kwargs(model_kwargs)
-        # A tensor would be repeated with the rows by beams and num_return_sequences.
+    def _prepare_generation_config(self, *args, **kwargs):
+        generation_config, model_kwargs = super()._prepare_generation_config(*args, **kwargs)
+        # generate repeats tensors with the rows of beams and num_return_sequences, and a scalar has no rows.
         if model_kwargs.get("num_steps") is not None:
             model_kwargs["num_steps"] = sum(parse_num_steps(model_kwargs["num_steps"]))
+        if isinstance(model_kwargs.get("init_seed"), torch.Tensor) and model_kwargs["init_seed"].ndim == 0:
+            model_kwargs["init_seed"] = int(model_kwargs["init_seed"])
+        return generation_config, model_kwargs

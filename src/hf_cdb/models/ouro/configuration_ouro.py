@@ -69,8 +69,8 @@ class OuroConfig(PreTrainedConfig):
     rms_norm_eps: float = 1e-6
     use_cache: bool = True
     pad_token_id: int | None = None
-    bos_token_id: int | None = 0
-    eos_token_id: int | list[int] | None = 0
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
     tie_word_embeddings: bool = False
     rope_parameters: dict | None = None
     attention_dropout: float = 0.0
