@@ -14,7 +14,9 @@ from .loop_slots import cache_length
 
 __all__ = ["accepts_past_key_values", "check_forward_kwargs", "embed_inputs", "resolve_mask", "resolve_positions"]
 
-_KNOWN_KWARGS = frozenset(TransformersKwargs.__annotations__) | {"return_dict", "shift_labels"}
+# generate hands its tokenizers to the decoding loop, which passes on what it does not know.
+_FROM_GENERATE = {"tokenizer", "assistant_tokenizer"}
+_KNOWN_KWARGS = frozenset(TransformersKwargs.__annotations__) | {"return_dict", "shift_labels"} | _FROM_GENERATE
 
 
 def accepts_past_key_values(forward):

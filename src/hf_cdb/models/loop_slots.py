@@ -31,8 +31,8 @@ def prepare_loop_slots(cache: Cache, first_core_slot: int, core_layers: int, loo
     """
     if isinstance(cache, EncoderDecoderCache) or not isinstance(cache, Cache):
         raise ValueError(
-            f"cache={type(cache).__name__} cannot hold keys and values per loop: a looped model needs a decoder `Cache` "
-            "with a list of layers. Pass `DynamicCache(config=model.config)`, or none and `use_cache=True`."
+            f"cache={type(cache).__name__} cannot hold keys and values per loop: a looped model needs a decoder "
+            "`Cache` with a list of layers. Pass `DynamicCache(config=model.config)`, or none and `use_cache=True`."
         )
     needed = first_core_slot + core_layers * loops
     if cache.layer_class_to_replicate is None:

@@ -8,17 +8,18 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
+from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..attention import attend
+from ..generation import LoopedGenerationMixin
 from ..inputs import accepts_past_key_values, check_forward_kwargs, embed_inputs, resolve_mask, resolve_positions
 from ..loop_slots import prepare_loop_slots
 from ..norm import LoopRMSNorm
+from ..pretrained import LoopedPreTrainedModel
 from ..rope import LoopRotaryEmbedding, rotate_pairs
 from .configuration_huginn import HuginnConfig
 from .loop_count import parse_num_steps, sample_num_steps
@@ -114,25 +115,14 @@ class HuginnBlock(GradientCheckpointingLayer):
         return self.norm_4(self.mlp(self.norm_3(hidden_states)) + hidden_states)
 
 
-class HuginnPreTrainedModel(PreTrainedModel):
+class HuginnPreTrainedModel(LoopedPreTrainedModel):
     """Loading, saving and the library's flags."""
 
     config: HuginnConfig
     base_model_prefix = "model"  # the class is its own base model; no parameter name starts with this
-    supports_gradient_checkpointing = True
     _no_split_modules = ["HuginnBlock"]  # noqa: RUF012 (flags by the library's convention)
     _keep_in_fp32_modules_strict = ["freqs_cis"]  # noqa: RUF012
-    _supports_flash_attn = True
-    _supports_sdpa = True
-    _supports_flex_attn = True
-    _can_compile_fullgraph = True
-    _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": HuginnBlock, "attentions": HuginnAttention}  # noqa: RUF012
-
-    def __init__(self, config: HuginnConfig, *args, **kwargs):
-        # Overrides of from_pretrained are set on the config after its own check.
-        config.validate_architecture()
-        super().__init__(config, *args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -155,7 +145,7 @@ class HuginnPreTrainedModel(PreTrainedModel):
                 init.normal_(module.lm_head.weight, std=values["std"])
 
 
-class RavenForCausalLM(HuginnPreTrainedModel, GenerationMixin):
+class RavenForCausalLM(HuginnPreTrainedModel, LoopedGenerationMixin):
     """Huginn with its language modelling head, under the published class name.
 
     The stages `prelude`, `start`, `loop` and `coda` together are the forward; an engine that advances rows one loop at

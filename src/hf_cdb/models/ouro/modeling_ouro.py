@@ -7,18 +7,19 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
+from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..attention import attend
+from ..generation import LoopedGenerationMixin
 from ..inputs import accepts_past_key_values, check_forward_kwargs, embed_inputs, resolve_mask, resolve_positions
 from ..loop_slots import prepare_loop_slots
 from ..norm import LoopRMSNorm
+from ..pretrained import LoopedPreTrainedModel
 from ..rope import LoopRotaryEmbedding, rotate_halves
 from .configuration_ouro import OuroConfig
 from .exit_distribution import ExitGate, exit_probabilities, exit_steps
@@ -136,24 +137,13 @@ class OuroDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.post_attention_layernorm_2(transformed)
 
 
-class OuroPreTrainedModel(PreTrainedModel):
+class OuroPreTrainedModel(LoopedPreTrainedModel):
     """Loading, saving and the library's flags, common to both Ouro classes."""
 
     config: OuroConfig
     base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _no_split_modules = ["OuroDecoderLayer"]  # noqa: RUF012 (flags by the library's convention)
-    _supports_flash_attn = True
-    _supports_sdpa = True
-    _supports_flex_attn = True
-    _can_compile_fullgraph = True
-    _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": OuroDecoderLayer, "attentions": OuroAttention}  # noqa: RUF012
-
-    def __init__(self, config: OuroConfig, *args, **kwargs):
-        # Overrides of from_pretrained are set on the config after its own check.
-        config.validate_architecture()
-        super().__init__(config, *args, **kwargs)
 
 
 class OuroModel(OuroPreTrainedModel):
@@ -173,9 +163,7 @@ class OuroModel(OuroPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def prelude(
-        self, input_ids: torch.Tensor | None = None, inputs_embeds: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def prelude(self, input_ids: torch.Tensor | None = None, inputs_embeds: torch.Tensor | None = None) -> torch.Tensor:
         """The state before loop 1: the embeddings `[batch, positions, width]`.
 
         Args:
@@ -276,7 +264,7 @@ class OuroModel(OuroPreTrainedModel):
         )
 
 
-class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
+class OuroForCausalLM(OuroPreTrainedModel, LoopedGenerationMixin):
     """Ouro with its language modelling head.
 
     The stages `prelude`, `loop` and `coda` together are the forward at full depth.

@@ -1,0 +1,24 @@
+import os
+
+# Before torch is imported: two test processes with two spinning threads each would slow each other down.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+import transformers
+
+torch.set_num_threads(1)
+transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _forget_warnings_shown_once():
+    # warning_once would otherwise show a warning to the first test of a process only.
+    transformers.utils.logging.warning_once.cache_clear()
