@@ -62,7 +62,8 @@ def show(title: str, model) -> None:
             for threshold in (0.3, 0.6, 0.9, 1.0):
                 steps = model(ids, attention_mask=mask, exit_threshold=threshold).exit_steps[mask.bool()] + 1
                 counts = torch.bincount(steps, minlength=5)[1:].tolist()
-                print(f"  threshold {threshold}: mean depth {steps.float().mean():.2f}, exits after loop 1..4: {counts}")
+                mean = steps.float().mean()
+                print(f"  threshold {threshold}: mean depth {mean:.2f}, exits after loop 1 to 4: {counts}")
         else:
             full = model(ids, attention_mask=mask).logits[:, -1]
             for loops in (1, 2, 4, 8):
