@@ -12,7 +12,7 @@ NOISE = {"num_steps": 3, "init_scale": 1.0}
 
 
 def test_noise_has_the_published_distribution():
-    noise = random_start_state(torch.tensor([1, 2]), torch.arange(400)[None], 256, std=0.5)
+    noise = random_start_state(torch.tensor([[1], [2]]), torch.arange(400)[None], 256, std=0.5)
     assert noise.shape == (2, 400, 256)
     assert noise.dtype == torch.float32
     # a normal cut at 3 standard deviations has variance 1 - 2 * 3 * phi(3) / (Phi(3) - Phi(-3))
@@ -28,8 +28,8 @@ def test_noise_has_the_published_distribution():
 
 
 def test_noise_is_a_function_of_seed_and_position():
-    whole = random_start_state(torch.tensor([5, 9]), torch.arange(10)[None], 8, 1.0)
-    part = random_start_state(torch.tensor([9]), torch.tensor([[7, 3]]), 8, 1.0)
+    whole = random_start_state(torch.tensor([[5], [9]]), torch.arange(10)[None], 8, 1.0)
+    part = random_start_state(torch.tensor([[9]]), torch.tensor([[7, 3]]), 8, 1.0)
     assert torch.equal(part[0], whole[1, [7, 3]])
     assert not torch.equal(whole[0], whole[1])
 

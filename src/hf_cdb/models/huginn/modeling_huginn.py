@@ -234,7 +234,8 @@ class RavenForCausalLM(HuginnPreTrainedModel, LoopedGenerationMixin):
             embeds: what `prelude` returned, for shape, dtype and device.
             position_ids: int64 `[batch or 1, positions]`, padding not counted.
             init_scale: factor on noise of standard deviation `sqrt(2 / 5)`; default `config.init_scale`.
-            init_seed: an integer, or int64 `[batch]`, one per row; default `config.init_seed`.
+            init_seed: an integer, or int64 `[batch]`, one per row, or `[batch, positions]`; default
+                `config.init_seed`.
         """
         scale = self.config.init_scale if init_scale is None else init_scale
         if not scale >= 0:
@@ -242,10 +243,11 @@ class RavenForCausalLM(HuginnPreTrainedModel, LoopedGenerationMixin):
         if scale == 0:
             return torch.zeros_like(embeds)
         seed = self.config.init_seed if init_seed is None else init_seed
-        seeds = torch.as_tensor(seed, dtype=torch.long, device=embeds.device).reshape(-1)
-        if len(seeds) not in (1, embeds.shape[0]):
+        seeds = torch.as_tensor(seed, dtype=torch.long, device=embeds.device)
+        seeds = seeds if seeds.ndim == 2 else seeds.reshape(-1, 1)
+        if seeds.shape[0] not in (1, embeds.shape[0]) or seeds.shape[1] not in (1, embeds.shape[1]):
             raise ValueError(
-                f"init_seed has {len(seeds)} values, but the input has {embeds.shape[0]} rows. Pass one seed, or one "
+                f"init_seed has {seeds.numel()} values, but the input has {embeds.shape[0]} rows. Pass one seed, or one "
                 "per row."
             )
         # sqrt(2 / (5 n)) of the fresh weights times the embedding's factor sqrt(n): the scale of an embedding.
@@ -269,9 +271,16 @@ class RavenForCausalLM(HuginnPreTrainedModel, LoopedGenerationMixin):
             state = block(state, cache_offset=offset, **layer_inputs)
         return state
 
-    def coda(self, state: torch.Tensor, **layer_inputs) -> torch.Tensor:
-        """Logits `[batch, positions, padded_vocab_size]` of a state after any loop; arguments as in `loop`."""
-        return self.lm_head(self._run_coda(self.transformer.ln_f(state), **layer_inputs))
+    def coda(self, state: torch.Tensor, keep: torch.Tensor | None = None, **layer_inputs) -> torch.Tensor:
+        """Logits `[batch, kept positions, padded_vocab_size]` of a state after any loop.
+
+        Args:
+            state: what `loop` returned.
+            keep: int64 positions to give logits for, default all; the coda's layers see every position.
+            **layer_inputs: as in `loop`.
+        """
+        hidden = self._run_coda(self.transformer.ln_f(state), **layer_inputs)
+        return self.lm_head(hidden if keep is None else hidden[:, keep])
 
     def _embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
         embeds = embed_inputs(self.transformer.wte, input_ids, inputs_embeds)

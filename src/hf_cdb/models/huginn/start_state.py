@@ -16,11 +16,11 @@ _CUT = 3.0  # standard deviations, as published
 def random_start_state(seeds: torch.Tensor, positions: torch.Tensor, width: int, std: float) -> torch.Tensor:
     """Truncated normal noise, cut at 3 standard deviations.
 
-    Element (b, s, c) depends on `seeds[b]`, `positions[b, s]` and c alone: their hash gives a uniform number, the
+    Element (b, s, c) depends on `seeds[b, s]`, `positions[b, s]` and c alone: their hash gives a uniform number, the
     inverse of the truncated distribution function turns it into a normal one.
 
     Args:
-        seeds: int64 `[batch]` or `[1]`.
+        seeds: int64 `[batch or 1, positions or 1]`.
         positions: int64 `[batch or 1, positions]`.
         width: channels.
         std: standard deviation before the cut.
@@ -29,7 +29,7 @@ def random_start_state(seeds: torch.Tensor, positions: torch.Tensor, width: int,
         float32 `[batch, positions, width]`, on the device of `positions`, the same for every dtype of the model.
     """
     channels = torch.arange(width, device=positions.device)
-    bits = _mix(seeds.to(positions.device)[:, None])
+    bits = _mix(seeds.to(positions.device))
     bits = _mix(bits + positions)[..., None]
     bits = _mix(bits + channels)
     uniform = ((bits & 0xFFFFFF).float() + 0.5) / 2**24
