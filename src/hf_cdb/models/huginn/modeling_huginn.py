@@ -247,8 +247,8 @@ class RavenForCausalLM(HuginnPreTrainedModel, LoopedGenerationMixin):
         seeds = seeds if seeds.ndim == 2 else seeds.reshape(-1, 1)
         if seeds.shape[0] not in (1, embeds.shape[0]) or seeds.shape[1] not in (1, embeds.shape[1]):
             raise ValueError(
-                f"init_seed has {seeds.numel()} values, but the input has {embeds.shape[0]} rows. Pass one seed, or one "
-                "per row."
+                f"init_seed has {seeds.numel()} values, but the input has {embeds.shape[0]} rows. Pass one seed, or "
+                "one per row."
             )
         # sqrt(2 / (5 n)) of the fresh weights times the embedding's factor sqrt(n): the scale of an embedding.
         std = scale * math.sqrt(2 / 5)
