@@ -1,0 +1,271 @@
+"""Properties of the schedule, for any mix of depths and settings, without a model."""
+
+import math
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_cdb.scheduler import Scheduler
+
+FULL_DEPTH = 4
+
+depth_lists = st.lists(st.integers(1, FULL_DEPTH), min_size=0, max_size=8)
+workloads = st.lists(depth_lists, min_size=1, max_size=25)
+
+
+def simulate(workload, lookahead=0, min_depth=1, pieces=None, **options):
+    """Run requests whose k-th token after the first leaves at `workload[request][k]`; the launches that ran."""
+    scheduler = Scheduler(lookahead=lookahead, **options)
+    tokens = {key: [] for key in range(len(workload))}
+    wanted = [[FULL_DEPTH, *depths] for depths in workload]
+    finished, launches = [], []
+    for key in range(len(workload)):
+        scheduler.add(key, FULL_DEPTH, min_depth=min_depth, pieces=pieces[key] if pieces else 1)
+    while (launch := scheduler.next()) is not None:
+        launches.append(launch)
+        assert scheduler.in_flight <= options["max_num_seqs"]
+        assert len(launches) < 10_000, "the schedule does not end"
+        flags = []
+        for key, depth, chunk in zip(launch.keys, launch.depths, launch.chunks, strict=True):
+            last_piece = not pieces or bool(tokens[key]) or chunk == pieces[key] - 1
+            if launch.stage == "loop":
+                flags.append(depth + lookahead >= wanted[key][len(tokens[key])])
+            elif launch.stage == "coda" and last_piece:
+                tokens[key].append(depth)
+                done = len(tokens[key]) == len(wanted[key])
+                if done:
+                    finished.append(key)
+                flags.append(done)
+            else:
+                flags.append(False)
+        scheduler.commit(launch, flags)
+    assert len(scheduler) == 0
+    return tokens, wanted, finished, launches
+
+
+options = st.fixed_dictionaries(
+    {
+        "max_num_seqs": st.integers(1, 9),
+        "refill": st.booleans(),
+        "min_coda_batch": st.integers(1, 5),
+    }
+)
+
+
+@settings(deadline=None)
+@given(workloads, options, st.integers(0, 1), st.integers(1, FULL_DEPTH))
+def test_every_request_finishes_once_with_the_depths_it_asked_for(workload, options, lookahead, min_depth):
+    tokens, wanted, finished, launches = simulate(workload, lookahead, min_depth, **options)
+    assert sorted(finished) == list(range(len(workload)))
+    for key, depths in tokens.items():
+        first, *others = wanted[key]
+        least = max(min_depth, 2 if lookahead else 1)
+        assert depths == [first, *(max(depth, least) for depth in others)]
+    # work is conserved
+    row_loops = sum(len(launch) for launch in launches if launch.stage == "loop")
+    assert row_loops == sum(map(sum, tokens.values()))
+    for stage in ("prelude", "coda"):
+        assert sum(len(launch) for launch in launches if launch.stage == stage) == sum(map(len, tokens.values()))
+
+
+@settings(deadline=None)
+@given(workloads, options)
+def test_no_row_is_twice_in_a_launch_and_no_place_is_shared(workload, options):
+    *_, launches = simulate(workload, **options)
+    for launch in launches:
+        assert len(set(launch.keys)) == len(launch)
+        assert len(set(launch.places)) == len(launch)
+        assert all(0 <= place < options["max_num_seqs"] for place in launch.places)
+
+
+@settings(deadline=None)
+@given(workloads, options)
+def test_a_row_keeps_its_place(workload, options):
+    *_, launches = simulate(workload, **options)
+    places = {}
+    for launch in launches:
+        for key, place in zip(launch.keys, launch.places, strict=True):
+            assert places.setdefault(key, place) == place
+
+
+@settings(deadline=None)
+@given(workloads, st.integers(1, 9))
+def test_launches_of_the_core_are_near_the_least_possible(workload, width):
+    tokens, _, _, launches = simulate(workload, max_num_seqs=width, refill=True, min_coda_batch=1)
+    cores = [launch for launch in launches if launch.stage == "loop"]
+    row_loops = sum(map(sum, tokens.values()))
+    longest = max(map(sum, tokens.values()))
+    assert len(cores) <= math.ceil(row_loops / width) + FULL_DEPTH + longest
+    # while somebody waits for a place, every launch of the core is full
+    started = Counter()
+    for launch in launches:
+        if launch.stage == "prelude":
+            started.update(launch.keys)
+        if launch.stage == "loop" and len(started) < len(workload):
+            assert len(launch) == width
+
+
+@settings(deadline=None)
+@given(workloads, options)
+def test_requests_start_in_the_order_they_came(workload, options):
+    *_, launches = simulate(workload, **options)
+    seen = []
+    for launch in launches:
+        seen += [key for key in launch.keys if launch.stage == "prelude" and key not in seen]
+    assert seen == sorted(seen)
+
+
+@settings(deadline=None)
+@given(workloads, st.integers(1, 9), st.integers(1, 5))
+def test_without_refill_cohorts_move_in_step(workload, width, min_coda_batch):
+    *_, launches = simulate(workload, max_num_seqs=width, refill=False, min_coda_batch=min_coda_batch)
+    produced = Counter()
+    for launch in launches:
+        cohorts = {key // width for key in launch.keys}
+        assert len(cohorts) == 1, "rows of two cohorts in flight"
+        if launch.stage == "coda":
+            produced.update(launch.keys)
+            assert len({produced[key] for key in launch.keys}) == 1, "a row ran ahead of its cohort"
+
+
+@settings(deadline=None)
+@given(workloads, st.integers(1, 9), st.integers(2, 5))
+def test_waiting_for_the_coda_ends(workload, width, min_coda_batch):
+    """A coda is large enough, or one of the three reasons to flush holds."""
+    *_, launches = simulate(workload, max_num_seqs=width, refill=True, min_coda_batch=min_coda_batch)
+    since_left = {}
+    for launch in launches:
+        if launch.stage == "coda":
+            for key in launch.keys:
+                since_left.pop(key, None)
+        for key in since_left:
+            since_left[key] += launch.stage == "loop"
+            assert since_left[key] <= FULL_DEPTH + 1, "a row waited longer than full depth"
+        if launch.stage == "loop":
+            index = launches.index(launch)
+            later = launches[index + 1] if index + 1 < len(launches) else None
+            if later is not None:
+                for key in set(launch.keys) - set(later.keys):
+                    since_left.setdefault(key, 0)
+
+
+@settings(deadline=None)
+@given(workloads, options, st.data())
+def test_prompts_in_pieces_go_depth_major(workload, options, data):
+    """Every piece passes a loop before any piece of the prompt starts the next one."""
+    pieces = [data.draw(st.integers(1, 3)) for _ in workload]
+    tokens, _, finished, launches = simulate(workload, pieces=pieces, **options)
+    assert sorted(finished) == list(range(len(workload)))
+    for key in range(len(workload)):
+        prompt = []
+        for launch in launches:
+            if key in launch.keys:
+                index = launch.keys.index(key)
+                prompt.append((launch.stage, launch.depths[index], launch.chunks[index]))
+        prompt = prompt[: pieces[key] * (FULL_DEPTH + 2)]
+        expected = [("prelude", 0, chunk) for chunk in range(pieces[key])]
+        expected += [("loop", depth, chunk) for depth in range(1, FULL_DEPTH + 1) for chunk in range(pieces[key])]
+        expected += [("coda", FULL_DEPTH, chunk) for chunk in range(pieces[key])]
+        assert prompt == expected
+        assert tokens[key][1:] == workload[key]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 10), min_size=1, max_size=20), st.integers(1, 9), st.booleans())
+def test_the_budget_holds_and_starves_nobody(costs, width, refill):
+    scheduler = Scheduler(width, refill=refill, budget=10)
+    for key, cost in enumerate(costs):
+        scheduler.add(key, 1, cost=cost)
+    served = []
+    while (launch := scheduler.next()) is not None:
+        assert sum(costs[key] for key in launch.keys) <= 10
+        finished = launch.stage == "coda"
+        served += launch.keys if finished else ()
+        scheduler.commit(launch, [finished] * len(launch))
+    assert sorted(served) == list(range(len(costs)))
+
+
+@settings(deadline=None)
+@given(workloads, options, st.data())
+def test_cancelling_at_any_moment_harms_nobody_else(workload, options, data):
+    victim = data.draw(st.integers(0, len(workload) - 1))
+    moment = data.draw(st.integers(0, 30))
+    scheduler = Scheduler(**options)
+    for key in range(len(workload)):
+        scheduler.add(key, FULL_DEPTH)
+    tokens = Counter()
+    number, cancelled = 0, False
+    while (launch := scheduler.next()) is not None:
+        if number == moment:
+            scheduler.cancel(victim)
+            cancelled = True
+        number += 1
+        if launch.stage == "coda":
+            tokens.update(launch.keys)
+        flags = [
+            tokens[key] > len(workload[key]) if launch.stage == "coda" else depth >= 2
+            for key, depth in zip(launch.keys, launch.depths, strict=True)
+        ]
+        scheduler.commit(launch, flags)
+    assert len(scheduler) == 0
+    for key, depths in enumerate(workload):
+        if key != victim or not cancelled:
+            assert tokens[key] == len(depths) + 1
+
+
+def test_a_schedule_by_hand():
+    """Two places, three requests: a leaves at 1, b at 3, c waits for a's place."""
+    *_, launches = simulate([[1], [3], []], max_num_seqs=2, refill=True, min_coda_batch=1)
+    shown = [(launch.stage, launch.keys, launch.depths) for launch in launches]
+    assert shown == [
+        ("prelude", (0, 1), (0, 0)),
+        ("loop", (0, 1), (1, 1)),
+        ("loop", (0, 1), (2, 2)),
+        ("loop", (0, 1), (3, 3)),
+        ("loop", (0, 1), (4, 4)),
+        ("coda", (0, 1), (4, 4)),
+        ("prelude", (0, 1), (0, 0)),
+        ("loop", (0, 1), (1, 1)),
+        ("coda", (0,), (1,)),
+        ("prelude", (2,), (0,)),
+        ("loop", (1, 2), (2, 1)),
+        ("loop", (1, 2), (3, 2)),
+        ("coda", (1,), (3,)),
+        ("loop", (2,), (3,)),
+        ("loop", (2,), (4,)),
+        ("coda", (2,), (4,)),
+    ]
+
+
+def test_misuse_is_refused():
+    scheduler = Scheduler(2, budget=5)
+    scheduler.add(1, 4)
+    with pytest.raises(ValueError, match="key=1"):
+        scheduler.add(1, 4)
+    with pytest.raises(ValueError, match="cost=6 of request 2 exceeds the whole budget of 5"):
+        scheduler.add(2, 4, cost=6)
+    launch = scheduler.next()
+    with pytest.raises(RuntimeError, match="commit the launch"):
+        scheduler.next()
+    scheduler.commit(launch)
+    with pytest.raises(RuntimeError, match="only once"):
+        scheduler.commit(launch)
+
+
+def test_the_scheduler_needs_no_torch():
+    code = (
+        "import importlib.util, sys\n"
+        "spec = importlib.util.find_spec('hf_cdb')\n"
+        "path = spec.submodule_search_locations[0] + '/scheduler.py'\n"
+        "spec = importlib.util.spec_from_file_location('scheduler', path)\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "sys.modules['scheduler'] = module\n"
+        "spec.loader.exec_module(module)\n"
+        "print('torch' in sys.modules)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
