@@ -10,6 +10,11 @@ Importing the package registers Ouro and Huginn with the Auto classes:
 
 from importlib.metadata import version
 
+from .adapters import LoopAdapter, register_adapter
+from .cache import DepthCache
+from .config import CDBConfig
+from .exits import ExitRule
+from .generation import CDBGenerationMixin, GenerateCDBOutput, enable_cdb
 from .models import (
     HuginnCausalLMOutput,
     HuginnConfig,
@@ -23,14 +28,22 @@ from .models import (
 )
 
 __all__ = [
+    "CDBConfig",
+    "CDBGenerationMixin",
+    "DepthCache",
+    "ExitRule",
+    "GenerateCDBOutput",
     "HuginnCausalLMOutput",
     "HuginnConfig",
+    "LoopAdapter",
     "OuroCausalLMOutput",
     "OuroConfig",
     "OuroForCausalLM",
     "OuroModel",
     "OuroModelOutput",
     "RavenForCausalLM",
+    "enable_cdb",
+    "register_adapter",
 ]
 __version__ = version("hf-cdb")
 

@@ -4,16 +4,13 @@ Rows of a launch have caches of different lengths at different depths. Gathering
 more than the attention itself; on the CPU a call per row on views is as fast as one padded batch, and needs no mask.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import nn
 from transformers import AttentionInterface
 
 from .cache import DepthCache
 
-__all__ = ["DEPTH_ATTENTION", "depth_attention", "use_depth_attention"]
+__all__ = ["DEPTH_ATTENTION", "DepthAttention", "depth_attention"]
 
 DEPTH_ATTENTION = "hf_cdb_depth"
 
@@ -75,18 +72,21 @@ def _attend_span(
 AttentionInterface.register(DEPTH_ATTENTION, depth_attention)
 
 
-@contextmanager
-def use_depth_attention(model: nn.Module) -> Iterator[None]:
-    """Let the layers of `model` call `depth_attention` for a while.
+class DepthAttention:
+    """Context manager: while it is open, the layers of `model` call `depth_attention`.
 
     The choice stands in the model's config, so nobody else can run the model meanwhile.
     """
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    before = {key: config._attn_implementation for key, config in configs.items()}
-    try:
-        for config in configs.values():
+
+    def __init__(self, model: nn.Module):
+        self._configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
+        self._before: list[str] = []
+
+    def __enter__(self) -> None:
+        self._before = [config._attn_implementation for config in self._configs]
+        for config in self._configs:
             config._attn_implementation = DEPTH_ATTENTION
-        yield
-    finally:
-        for key, config in configs.items():
-            config._attn_implementation = before[key]
+
+    def __exit__(self, *error) -> None:
+        for config, before in zip(self._configs, self._before, strict=True):
+            config._attn_implementation = before

@@ -101,7 +101,6 @@ class DepthCache(Cache):
         self._spans: list[Span] = []
         self._views: dict[str, tuple[list, list]] = {}
         self.reads: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        self.peak_bytes = 0
 
     def bytes_per_position(self) -> int:
         """Bytes that one position of one request takes, all layers and slots together."""
@@ -122,7 +121,6 @@ class DepthCache(Cache):
     def allocate(self, key: int, capacity: int) -> None:
         """Reserve `capacity` positions for request `key`."""
         self._storage[key] = _Storage(self.adapter, self.policy, capacity)
-        self.peak_bytes = max(self.peak_bytes, self.core_bytes + self.outer_bytes)
 
     def free(self, key: int) -> None:
         """Give up what request `key` holds; nothing happens where it holds nothing."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .adapters import LoopAdapter
-from .models.precision import at_least_float32
+from .precision import at_least_float32
 
 __all__ = ["RULES", "ExitRule", "Never", "Preloop", "Replay", "make_rule"]
 
@@ -34,7 +34,7 @@ class ExitRule(ABC):
         self.threshold = self.default_threshold if threshold is None else threshold
         self.check()
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027 (a rule without a threshold has nothing to check)
         """Raise a ValueError for a threshold that means nothing on this rule's scale."""
 
     def bind(self, adapter: LoopAdapter, places: int) -> None:

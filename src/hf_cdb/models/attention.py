@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .precision import at_least_float32
+from ..precision import at_least_float32
 
 __all__ = ["attend", "eager_attention"]
 

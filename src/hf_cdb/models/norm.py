@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from .precision import at_least_float32
+from ..precision import at_least_float32
 
 __all__ = ["LoopRMSNorm"]
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
-from .precision import at_least_float32
+from ..precision import at_least_float32
 
 __all__ = ["LoopRotaryEmbedding", "rotate_halves", "rotate_pairs"]
 

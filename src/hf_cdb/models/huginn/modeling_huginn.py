@@ -14,8 +14,8 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from ...generation import CDBGenerationMixin
 from ..attention import attend
-from ..generation import LoopedGenerationMixin
 from ..inputs import accepts_past_key_values, check_forward_kwargs, embed_inputs, resolve_mask, resolve_positions
 from ..loop_slots import prepare_loop_slots
 from ..norm import LoopRMSNorm
@@ -145,7 +145,7 @@ class HuginnPreTrainedModel(LoopedPreTrainedModel):
                 init.normal_(module.lm_head.weight, std=values["std"])
 
 
-class RavenForCausalLM(HuginnPreTrainedModel, LoopedGenerationMixin):
+class RavenForCausalLM(HuginnPreTrainedModel, CDBGenerationMixin):
     """Huginn with its language modelling head, under the published class name.
 
     The stages `prelude`, `start`, `loop` and `coda` together are the forward; an engine that advances rows one loop at

@@ -14,8 +14,8 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from ...generation import CDBGenerationMixin
 from ..attention import attend
-from ..generation import LoopedGenerationMixin
 from ..inputs import accepts_past_key_values, check_forward_kwargs, embed_inputs, resolve_mask, resolve_positions
 from ..loop_slots import prepare_loop_slots
 from ..norm import LoopRMSNorm
@@ -264,7 +264,7 @@ class OuroModel(OuroPreTrainedModel):
         )
 
 
-class OuroForCausalLM(OuroPreTrainedModel, LoopedGenerationMixin):
+class OuroForCausalLM(OuroPreTrainedModel, CDBGenerationMixin):
     """Ouro with its language modelling head.
 
     The stages `prelude`, `loop` and `coda` together are the forward at full depth.

@@ -1,0 +1,234 @@
+"""The settings of continuous depth batching: one frozen dataclass, validated once."""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from .adapters import LoopAdapter
+from .cache import POLICIES
+from .exits import RULES, ExitRule, make_rule
+
+__all__ = ["CDBConfig"]
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class CDBConfig:
+    """Settings of `generate(..., cdb=CDBConfig(...))`; a dict of the same names works too.
+
+    Args:
+        max_depth: loops at most, R: of every prompt, and the slots of `last_exited`. Default the model's own number.
+        min_depth: loops at least.
+        exit_rule: `gate`, `preloop`, `latent-diff`, `entropy-diff`, `kl`, `minp-kl`, `cosine`, `argmax-stability`,
+            `confidence`, `never`, `replay`, an `ExitRule`, or `auto`: the gate where the model has one, else
+            latent-diff.
+        exit_threshold: on the rule's own scale; default the rule's, and for a gate the checkpoint's.
+        lookahead: 1: a decision takes effect one loop later.
+        kv_policy: which keys and values stand for the loops that a token did not run: `last_exited`, `shared`,
+            `first_then_shared`, `modular`, or `auto`: the exact one for the model.
+        kv_slots: slots of `first_then_shared` and `modular`, default 2.
+        max_num_seqs: rows in flight at most.
+        min_coda_batch: rows that must have left before a coda runs; without refill all rows of a cohort do.
+        refill: give a finished row's place to the next prompt at once; False: cohorts in lockstep.
+        prefill_chunk_size: positions of a prompt per launch at most; None is the whole prompt.
+        max_kv_memory: bytes of keys and values at most (an integer), or a share of the free memory (a float up to 1).
+        exit_depths: for `replay`, a depth per row and new token; the first of every row is R.
+        seeds: for sampling, a seed per prompt, which alone decides the row's noise.
+        trace: record every launch in `stats.trace`.
+
+    Raises:
+        ValueError: a value out of its range, or two that contradict each other.
+    """
+
+    max_depth: int | None = None
+    min_depth: int = 1
+    exit_rule: str | ExitRule = "auto"
+    exit_threshold: float | None = None
+    lookahead: int = 0
+    kv_policy: str = "auto"
+    kv_slots: int | None = None
+    max_num_seqs: int = 64
+    min_coda_batch: int = 1
+    refill: bool = True
+    prefill_chunk_size: int | None = None
+    max_kv_memory: int | float | None = None
+    exit_depths: Any = None
+    seeds: Sequence[int] | None = None
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("min_depth", "max_num_seqs", "min_coda_batch"):
+            _check_integer(name, getattr(self, name))
+        for name in ("max_depth", "kv_slots", "prefill_chunk_size"):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name))
+        for name in ("refill", "trace"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose True or False.")
+        if self.lookahead not in (0, 1) or isinstance(self.lookahead, bool):
+            raise ValueError(
+                f"lookahead={self.lookahead!r}: a decision takes effect 0 or 1 loops later. Choose 0 or 1."
+            )
+        if self.max_depth is not None and self.min_depth > self.max_depth:
+            raise ValueError(
+                f"min_depth={self.min_depth} exceeds max_depth={self.max_depth}: no depth lies between. Lower it."
+            )
+        self._check_rule()
+        self._check_policy()
+        memory = self.max_kv_memory
+        if memory is not None and (
+            isinstance(memory, bool)
+            or not ((isinstance(memory, int) and memory > 0) or (isinstance(memory, float) and 0 < memory <= 1))
+        ):
+            raise ValueError(
+                f"max_kv_memory={memory!r}: choose bytes (a positive integer) or a share of the free memory (a float "
+                "in (0, 1])."
+            )
+        if self.exit_depths is not None:
+            object.__setattr__(self, "exit_depths", _rows_of_integers("exit_depths", self.exit_depths))
+        if self.seeds is not None:
+            seeds = self.seeds.tolist() if isinstance(self.seeds, torch.Tensor) else list(self.seeds)
+            if not all(isinstance(seed, int) and not isinstance(seed, bool) for seed in seeds):
+                raise ValueError(f"seeds={self.seeds!r}: choose one integer per prompt.")
+            object.__setattr__(self, "seeds", tuple(seeds))
+
+    def _check_rule(self) -> None:
+        rule = self.exit_rule
+        if isinstance(rule, ExitRule):
+            if self.exit_threshold is not None:
+                raise ValueError(
+                    f"exit_threshold={self.exit_threshold} beside a rule object: the object {rule.name!r} has its own "
+                    "threshold. Set it there."
+                )
+        elif rule not in ("auto", *RULES):
+            raise ValueError(
+                f"exit_rule={rule!r} is unknown{_nearest(rule, RULES)} Choose one of auto, {', '.join(RULES)}, or pass "
+                "an ExitRule."
+            )
+        elif rule in ("never", "replay") and self.exit_threshold is not None:
+            raise ValueError(f"exit_threshold={self.exit_threshold} has no meaning for exit_rule={rule!r}. Drop it.")
+        elif rule not in ("auto", "preloop", "replay"):
+            make_rule(rule, self.exit_threshold)
+        if (rule == "replay") != (self.exit_depths is not None):
+            raise ValueError(
+                f"exit_rule={rule!r} with exit_depths={'given' if self.exit_depths is not None else None}: the depths "
+                "to replay and exit_rule='replay' need each other. Pass both or none."
+            )
+
+    def _check_policy(self) -> None:
+        if self.kv_policy not in ("auto", *POLICIES):
+            raise ValueError(
+                f"kv_policy={self.kv_policy!r} is unknown{_nearest(self.kv_policy, POLICIES)} Choose one of auto, "
+                f"{', '.join(POLICIES)}."
+            )
+        if self.kv_slots is not None and self.kv_policy not in ("first_then_shared", "modular"):
+            raise ValueError(
+                f"kv_slots={self.kv_slots} has no meaning for kv_policy={self.kv_policy!r}, whose number of slots is "
+                "given. Drop it, or choose first_then_shared or modular."
+            )
+
+    @classmethod
+    def create(cls, value: Any, saved: Mapping[str, Any] | None = None) -> "CDBConfig":
+        """Settings from what `generate(cdb=...)` was given.
+
+        Args:
+            value: True: the saved settings; a dict: merged into them; a CDBConfig: replaces them.
+            saved: the model's `generation_config.cdb_config`.
+
+        Raises:
+            ValueError: none of these, or a name that does not exist.
+        """
+        if isinstance(value, cls):
+            return value
+        if value is not True and not isinstance(value, Mapping):
+            raise ValueError(f"cdb={value!r}: pass True, False, a dict of settings or a CDBConfig.")
+        settings = {**(saved or {}), **(value if isinstance(value, Mapping) else {})}
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in settings:
+            if name not in names:
+                raise ValueError(
+                    f"{name!r} is no setting of cdb{_nearest(name, names)} Settings are {', '.join(names)}."
+                )
+        return cls(**settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings that differ from the defaults, ready for `generation_config.cdb_config`.
+
+        Raises:
+            ValueError: the exit rule is an object, which JSON cannot hold.
+        """
+        if isinstance(self.exit_rule, ExitRule):
+            raise ValueError(
+                f"exit_rule={self.exit_rule!r} is an object and cannot be saved. Save a rule's name, or pass the "
+                "object in every call."
+            )
+        fields = dataclasses.fields(self)
+        return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
+
+    def resolve(self, adapter: LoopAdapter) -> "CDBConfig":
+        """The same settings with every default that the model decides filled in; warns once of doubtful ones.
+
+        Raises:
+            ValueError: a setting that this model cannot follow.
+        """
+        depth = adapter.full_depth if self.max_depth is None else self.max_depth
+        name = type(adapter.model).__name__
+        if depth > adapter.full_depth and not adapter.may_deepen:
+            raise ValueError(
+                f"max_depth={depth} exceeds the {adapter.full_depth} loops that {name} was trained for, and more have "
+                f"no meaning for it. Choose at most {adapter.full_depth}."
+            )
+        if self.min_depth > depth:
+            raise ValueError(f"min_depth={self.min_depth} exceeds the {depth} loops of {name}. Lower it.")
+        rule = self.exit_rule
+        if rule == "auto":
+            rule = "gate" if adapter.has_gate else "latent-diff"
+        if rule == "gate" and not adapter.has_gate:
+            raise ValueError(
+                f"exit_rule='gate': {name} has no exit gate. Choose latent-diff, confidence or another rule that needs "
+                "none."
+            )
+        threshold = self.exit_threshold
+        if threshold is None and rule == "gate":
+            threshold = adapter.default_threshold
+        if not isinstance(rule, ExitRule):
+            rule = make_rule(rule, threshold, self.exit_depths)
+        policy = adapter.default_kv_policy if self.kv_policy == "auto" else self.kv_policy
+        if policy == "shared" and adapter.model_type == "ouro":
+            logger.warning_once(
+                "kv_policy='shared' ruins Ouro's answers: one shared slot was measured at 0.23 on GSM8K against 77.86 "
+                "with a slot per loop (arXiv 2608.09444). Use last_exited unless your own evaluation says otherwise."
+            )
+        if rule.name == "gate" and rule.threshold >= 1 and self.exit_rule in ("auto", "gate"):
+            logger.warning_once(
+                f"Nothing can leave early: the exit threshold is {rule.threshold}, which {name}'s checkpoint names. "
+                "Pass cdb={'exit_threshold': 0.5} or another value below 1; lower leaves earlier."
+            )
+        return dataclasses.replace(self, max_depth=depth, exit_rule=rule, exit_threshold=None, kv_policy=policy)
+
+
+def _check_integer(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}: choose an integer of at least 1.")
+
+
+def _rows_of_integers(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    rows = value.tolist() if isinstance(value, torch.Tensor) else value
+    try:
+        rows = tuple(tuple(row) for row in rows)
+    except TypeError:
+        rows = ((None,),)
+    if not all(isinstance(depth, int) and not isinstance(depth, bool) for row in rows for depth in row):
+        raise ValueError(f"{name}: pass integers [rows, new tokens], as nested lists or a tensor.")
+    return rows
+
+
+def _nearest(name: Any, names: Any) -> str:
+    near = difflib.get_close_matches(str(name), list(names), n=1)
+    return f"; did you mean {near[0]!r}?" if near else "."

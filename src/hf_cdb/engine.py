@@ -1,0 +1,300 @@
+"""The engine: schedule a launch, run it, commit it. Knows no generation config and no tokenizer."""
+
+import torch
+
+from .adapters import LoopAdapter
+from .attention import DepthAttention
+from .cache import DepthCache, KVPolicy, Span
+from .config import CDBConfig
+from .request import Request
+from .scheduler import Launch, Scheduler
+from .stats import CDBStats
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Runs requests to their end, one launch at a time.
+
+    Args:
+        adapter: the model's stages.
+        config: resolved for that adapter (`CDBConfig.resolve`).
+
+    Attributes:
+        stats: what has run so far.
+        cache: keys and values of the requests in flight.
+    """
+
+    def __init__(self, adapter: LoopAdapter, config: CDBConfig):
+        self.adapter, self.config = adapter, config
+        self.rule = config.exit_rule
+        self.rule.bind(adapter, config.max_num_seqs)
+        self.cache = DepthCache(adapter, KVPolicy.create(config.kv_policy, config.max_depth, config.kv_slots))
+        self.scheduler = Scheduler(
+            config.max_num_seqs,
+            refill=config.refill,
+            min_coda_batch=config.min_coda_batch,
+            lookahead=config.lookahead if self.rule.name != "replay" else 0,
+            budget=_budget(config.max_kv_memory, adapter.device),
+        )
+        once, per_loop = adapter.parameter_counts()
+        self.stats = CDBStats(
+            config.max_depth,
+            config.max_num_seqs,
+            once,
+            per_loop,
+            logits_in_loop=self.rule.needs_logits,
+            trace=[] if config.trace else None,
+        )
+        self._requests: dict[int, Request] = {}
+        self._attention = DepthAttention(adapter.model)
+        self._stages = {"prelude": self._prelude, "loop": self._loop, "coda": self._coda}
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: its key is in use, or its keys and values could never fit into `max_kv_memory`.
+        """
+        chunk = self.config.prefill_chunk_size or request.prompt_length
+        cost = request.capacity * self.cache.bytes_per_position()
+        budget = self.scheduler.budget
+        if budget is not None and cost > budget:
+            raise ValueError(
+                f"max_kv_memory={self.config.max_kv_memory} is {budget} bytes, but request {request.key} needs {cost}: "
+                f"{request.capacity} positions of {self.cache.bytes_per_position()} bytes. Allow more, or shorten the "
+                "prompt or max_new_tokens."
+            )
+        self.scheduler.add(
+            request.key,
+            self.config.max_depth,
+            min_depth=self.config.min_depth,
+            pieces=-(-request.prompt_length // chunk),
+            cost=cost,
+        )
+        self._requests[request.key] = request
+
+    def cancel(self, key: int) -> None:
+        """End a request where it is; its tokens so far stay in it."""
+        self._end(self._requests[key], "cancelled")
+        self.scheduler.cancel(key)
+
+    @torch.no_grad()
+    def step(self) -> Launch | None:
+        """Run one launch; None when no request is left."""
+        launch = self.scheduler.next()
+        if launch is None:
+            return None
+        with self._attention:
+            flags = self._stages[launch.stage](launch)
+        self.stats.record(launch, self.scheduler.waiting)
+        self.scheduler.commit(launch, flags)
+        return launch
+
+    def run(self) -> None:
+        """Run until no request is left."""
+        while self.step() is not None:
+            pass
+
+    def _prelude(self, launch: Launch) -> None:
+        """New prompts and new tokens enter: embeddings, the layers before the loop, the start state."""
+        rows = [self._requests[key] for key in launch.keys]
+        for row in rows:
+            if row.status == "waiting":
+                row.status = "running"
+                self.cache.allocate(row.key, row.capacity)
+                self.stats.kv_bytes = max(self.stats.kv_bytes, self.cache.core_bytes)
+                self.stats.kv_bytes_outer = max(self.stats.kv_bytes_outer, self.cache.outer_bytes)
+        spans = self._spans(rows, launch)
+        positions, layer_inputs = self._address(spans)
+        embeds = self.adapter.prelude(*self._inputs(rows, spans), layer_inputs)
+        start = self.adapter.start(embeds, positions, **_start_options(rows, spans, positions.device))
+        lengths = [span.end - span.start for span in spans]
+        for row, new_embeds, new_start in zip(rows, embeds[0].split(lengths), start[0].split(lengths), strict=True):
+            # Pieces of a prompt gather until the loop begins.
+            fresh = row.embeds is None
+            row.embeds = new_embeds if fresh else torch.cat((row.embeds, new_embeds))
+            row.state = new_start if fresh else torch.cat((row.state, new_start))
+        self._begin_tokens(rows, launch)
+
+    def _begin_tokens(self, rows: list[Request], launch: Launch) -> None:
+        decoding = [index for index, row in enumerate(rows) if not row.in_prompt]
+        if decoding:
+            chosen = [rows[index] for index in decoding]
+            places = self._tensor([launch.places[index] for index in decoding])
+            embeds, start = (torch.cat([getattr(row, name) for row in chosen]) for name in ("embeds", "state"))
+            self.rule.begin(places, embeds, start, [(row.row, len(row.tokens)) for row in chosen])
+
+    def _loop(self, launch: Launch) -> list[bool]:
+        """Every row runs one loop more, each at its own depth; then the rule looks at the rows that decode."""
+        rows = [self._requests[key] for key in launch.keys]
+        spans = self._spans(rows, launch)
+        _, layer_inputs = self._address(spans)
+        previous = torch.cat([_part(row, row.state, span) for row, span in zip(rows, spans, strict=True)])
+        embeds = torch.cat([_part(row, row.embeds, span) for row, span in zip(rows, spans, strict=True)])
+        state = self.adapter.loop(previous[None], embeds[None], layer_inputs)[0]
+        for row, span, new in zip(rows, spans, state.split([s.end - s.start for s in spans]), strict=True):
+            if len(new) == len(row.state):
+                row.state = new
+            else:  # a piece of a prompt
+                row.state[span.start : span.end] = new
+        return self._decide(rows, spans, launch, previous, state)
+
+    def _decide(
+        self, rows: list[Request], spans: list[Span], launch: Launch, previous: torch.Tensor, state: torch.Tensor
+    ) -> list[bool]:
+        """Which rows the rule lets go. Prompts always run to full depth, and its last signal is never read."""
+        flags = [False] * len(rows)
+        deciding = [
+            index
+            for index, (row, depth) in enumerate(zip(rows, launch.depths, strict=True))
+            if not row.in_prompt and depth < self.config.max_depth
+        ]
+        if not deciding or self.rule.name == "never":
+            return flags
+        if len(deciding) < len(previous):
+            tokens = self._tensor(_first_tokens(spans, deciding))
+            previous, state = previous[tokens], state[tokens]
+        depths = [launch.depths[index] for index in deciding]
+        leave = self.rule.leave(
+            self._tensor([launch.places[index] for index in deciding]),
+            depths,
+            previous,
+            state,
+            lambda: self._run_coda([spans[index] for index in deciding], state),
+        )
+        leave = leave.tolist() if isinstance(leave, torch.Tensor) else leave  # the one read of a step
+        for index, flag in zip(deciding, leave, strict=True):
+            flags[index] = bool(flag)
+        return flags
+
+    def _coda(self, launch: Launch) -> list[bool]:
+        """Rows that left: the layers after the loop, the head, the next token."""
+        rows = [self._requests[key] for key in launch.keys]
+        spans = self._spans(rows, launch)
+        state = torch.cat([_part(row, row.state, span) for row, span in zip(rows, spans, strict=True)])
+        ends = [index for index, (row, span) in enumerate(zip(rows, spans, strict=True)) if span.end == row.end]
+        logits = self._run_coda(spans, state, keep=self._tensor(_last_tokens(spans, ends)))
+        finished = [False] * len(rows)
+        for index, done in zip(ends, self._choose([rows[index] for index in ends], logits), strict=True):
+            row, depth = rows[index], launch.depths[index]
+            self.stats.depths[depth] += 1
+            row.exit_depths.append(depth)
+            finished[index] = done
+            if not done:
+                if len(row.tokens) > 1:
+                    self.cache.fill(row.key, row.start, depth)
+                row.start, row.end = row.end, row.end + 1
+                row.release()
+        return finished
+
+    def _choose(self, rows: list[Request], logits: torch.Tensor) -> list[bool]:
+        """Choose a token for every row; whether that ends it."""
+        groups: dict[int, list[int]] = {}
+        for index, row in enumerate(rows):
+            groups.setdefault(id(row.sampler), []).append(index)
+        for indices in groups.values():
+            chosen = [rows[index] for index in indices]
+            part = logits if len(indices) == len(rows) else logits[self._tensor(indices)]
+            for row, token in zip(chosen, chosen[0].sampler.choose(chosen, part), strict=True):
+                row.tokens.append(token)
+        finished = []
+        for row in rows:
+            done = len(row.tokens) >= row.max_new_tokens or (row.stop is not None and row.stop(row))
+            if done:
+                self._end(row, "finished")
+            finished.append(done)
+        return finished
+
+    def _end(self, row: Request, status: str) -> None:
+        row.status = status
+        row.release()
+        self.cache.free(row.key)
+        self._requests.pop(row.key, None)
+
+    def _spans(self, rows: list[Request], launch: Launch) -> list[Span]:
+        """The positions that every row runs in this launch, and the loop they are in."""
+        chunk = self.config.prefill_chunk_size
+        spans = []
+        for row, piece, depth in zip(rows, launch.chunks, launch.depths, strict=True):
+            if row.in_prompt:
+                row.end = row.prompt_length
+            start, end = row.start, row.end
+            if row.in_prompt and chunk is not None:
+                start, end = piece * chunk, min((piece + 1) * chunk, row.end)
+            spans.append(Span(row.key, start, end, max(depth, 1)))
+        return spans
+
+    def _address(self, spans: list[Span]) -> tuple[torch.Tensor, dict]:
+        """Bind the cache to the spans; their positions `[1, tokens]` and the arguments that the stages share."""
+        self.cache.bind(spans)
+        positions = self._tensor([[position for span in spans for position in range(span.start, span.end)]])
+        return positions, self.adapter.layer_inputs(positions, self.cache, depth_cache=self.cache)
+
+    def _run_coda(self, spans: list[Span], state: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
+        _, layer_inputs = self._address(spans)
+        logits = self.adapter.coda(state[None], layer_inputs, keep)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _inputs(self, rows: list[Request], spans: list[Span]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Token ids `[1, tokens]` and None; or None and embeddings, where a prompt was given as such."""
+        device = self.adapter.device
+        if all(not row.in_prompt for row in rows):
+            return self._tensor([[row.tokens[-1] for row in rows]]), None
+        prompts_of_embeds = any(row.in_prompt and row.prompt_embeds is not None for row in rows)
+        embedding = self.adapter.model.get_input_embeddings() if prompts_of_embeds else None
+        parts = []
+        for row, span in zip(rows, spans, strict=True):
+            if row.in_prompt and row.prompt_embeds is not None:
+                parts.append(row.prompt_embeds[span.start : span.end].to(device))
+                continue
+            ids = row.prompt_ids[span.start : span.end].to(device) if row.in_prompt else self._tensor(row.tokens[-1:])
+            parts.append(ids if embedding is None else embedding(ids))
+        whole = torch.cat(parts)[None]
+        return (whole, None) if embedding is None else (None, whole)
+
+    def _tensor(self, values: list) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.adapter.device)
+
+
+def _part(row: Request, tensor: torch.Tensor, span: Span) -> torch.Tensor:
+    """The rows of a request's tensor that a span covers."""
+    length = span.end - span.start
+    return tensor if length == len(tensor) else tensor[span.start : span.end]
+
+
+def _first_tokens(spans: list[Span], indices: list[int]) -> list[int]:
+    """Where in the launch the spans `indices` begin."""
+    offsets = [0]
+    for span in spans:
+        offsets.append(offsets[-1] + span.end - span.start)
+    return [offsets[index] for index in indices]
+
+
+def _last_tokens(spans: list[Span], indices: list[int]) -> list[int]:
+    """Where in the launch the spans `indices` end."""
+    lengths = [spans[index].end - spans[index].start for index in indices]
+    return [first + length - 1 for first, length in zip(_first_tokens(spans, indices), lengths, strict=True)]
+
+
+def _start_options(rows: list[Request], spans: list[Span], device: torch.device) -> dict:
+    """Arguments of the adapter's `start`; seeds per row become seeds per token."""
+    options = dict(rows[0].start_options)
+    if "init_seed" in options:
+        seeds = [row.start_options["init_seed"] for row in rows]
+        per_token = [seed for seed, span in zip(seeds, spans, strict=True) for _ in range(span.start, span.end)]
+        options["init_seed"] = torch.tensor([per_token], dtype=torch.long, device=device)
+    return options
+
+
+def _budget(max_kv_memory: int | float | None, device: torch.device) -> int | None:
+    """Bytes that keys and values may take."""
+    if not isinstance(max_kv_memory, float):
+        return max_kv_memory
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        import psutil
+
+        free = psutil.virtual_memory().available
+    return int(max_kv_memory * free)

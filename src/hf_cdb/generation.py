@@ -1,0 +1,390 @@
+"""Continuous depth batching inside `generate`: `model.generate(..., cdb=True)`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.generation import GenerationMixin, LogitsProcessorList
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils import logging
+
+from .adapters import LoopAdapter, adapter_for
+from .config import CDBConfig
+from .engine import Engine
+from .request import Request
+from .sampling import Noise, Sampler, check_criteria, check_processors, derive_seed
+from .stats import CDBStats
+
+__all__ = ["CDBGenerationMixin", "GenerateCDBOutput", "enable_cdb"]
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class GenerateCDBOutput(GenerateDecoderOnlyOutput):
+    """Output of `generate(..., cdb=True, return_dict_in_generate=True)`.
+
+    Attributes:
+        sequences: int64 `[batch, prompt + new tokens]`, finished rows filled with the pad token.
+        scores, logits: with `output_scores` and `output_logits`, a float32 `[batch, vocab]` per new token, after and
+            before the processors. Finished rows have logits 0, and scores of -inf but for 0 at the pad token.
+        exit_depths: int64 `[batch, new tokens]`, loops run for each token, from 1; 0 where the row has none.
+        stats: counts of the run.
+    """
+
+    exit_depths: torch.Tensor | None = None
+    stats: CDBStats | None = None
+
+
+class CDBGenerationMixin(GenerationMixin):
+    """`generate` with the argument `cdb`; without it the library's own, unchanged."""
+
+    @torch.no_grad()
+    def generate(self, *args, cdb: Any = None, **kwargs):
+        """As `GenerationMixin.generate`, and:
+
+        Args:
+            cdb: True, a dict of settings or a `CDBConfig` for continuous depth batching; False for stock generation;
+                None for what `generation_config.cdb` says.
+        """
+        if cdb is not None:
+            kwargs["cdb"] = cdb
+        if self._wants_cdb(cdb, kwargs.get("generation_config")):
+            _refuse_arguments(kwargs)
+        return super().generate(*args, **kwargs)
+
+    def _wants_cdb(self, cdb: Any, generation_config: Any) -> bool:
+        if cdb is None:
+            cdb = getattr(generation_config, "cdb", None)
+        if cdb is None:
+            cdb = getattr(self.generation_config, "cdb", None)
+        return cdb is not None and cdb is not False
+
+    def _prepare_generation_config(self, generation_config, **kwargs):
+        cdb = kwargs.pop("cdb", None)
+        generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        if cdb is None:
+            cdb = getattr(generation_config, "cdb", None)
+        generation_config._cdb = None
+        if cdb is not None and cdb is not False:
+            adapter = adapter_for(self)
+            saved = getattr(generation_config, "cdb_config", None)
+            config = _take_official_arguments(CDBConfig.create(cdb, saved), adapter, model_kwargs)
+            generation_config._cdb = (adapter, config.resolve(adapter))
+        return generation_config, model_kwargs
+
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+        if generation_config._cdb is None:
+            return
+        if generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise ValueError(
+                f"generation mode {generation_mode.value!r} is not supported with cdb: it moves rows between "
+                "positions, which a depth cache does not follow. Use greedy search or sampling, or cdb=False."
+            )
+        for name in ("cache_implementation", "output_attentions", "output_hidden_states", "token_healing"):
+            if getattr(generation_config, name, None):
+                _refuse(name, getattr(generation_config, name))
+        for name in ("streamer", "synced_gpus"):
+            if generation_mode_kwargs.get(name):
+                _refuse(name, generation_mode_kwargs[name])
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        if generation_config._cdb is None:
+            return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        return None
+
+    def _get_logits_processor(self, generation_config, *args, **kwargs):
+        if getattr(generation_config, "_cdb", None) is None:
+            return super()._get_logits_processor(generation_config, *args, **kwargs)
+        # Kept to build every row a list of its own once the rows are known.
+        generation_config._processor_arguments = (args, kwargs)
+        return LogitsProcessorList()
+
+    def _get_stopping_criteria(self, generation_config, stopping_criteria=None, tokenizer=None, **kwargs):
+        end = getattr(tokenizer, "eos_token_id", None)
+        ids = generation_config.eos_token_id
+        ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        if end is not None and end not in ids:
+            logger.warning_once(
+                f"The tokenizer ends a sequence with {tokenizer.eos_token!r} (id {end}), but generation stops at "
+                f"eos_token_id={generation_config.eos_token_id} only. Pass eos_token_id={[*ids, end]}, or set it in "
+                "model.generation_config."
+            )
+        return super()._get_stopping_criteria(generation_config, stopping_criteria, tokenizer=tokenizer, **kwargs)
+
+    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        if generation_config._cdb is None:
+            return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+        adapter, config = generation_config._cdb
+        check_criteria(stopping_criteria)
+        processors = self._row_processors(generation_config, len(input_ids))
+        noise = _make_noise(config, len(input_ids), adapter) if generation_config.do_sample else None
+        sampler = Sampler(
+            processors,
+            input_ids,
+            generation_config.do_sample,
+            noise,
+            keep_scores=bool(generation_config.output_scores and generation_config.return_dict_in_generate),
+            keep_logits=bool(generation_config.output_logits and generation_config.return_dict_in_generate),
+        )
+        requests = _make_requests(input_ids, generation_config, config, sampler, stopping_criteria, kwargs)
+        engine = Engine(adapter, config)
+        for request in requests:
+            engine.add_request(request)
+        engine.run()
+        return _gather(input_ids, requests, generation_config, engine.stats)
+
+    def _row_processors(self, generation_config, rows: int) -> list[LogitsProcessorList]:
+        """A list of processors for every row, as stock generate would build it for the row alone."""
+        args, kwargs = generation_config._processor_arguments
+        if kwargs.get("prefix_allowed_tokens_fn") is not None:
+            _refuse("prefix_allowed_tokens_fn", kwargs["prefix_allowed_tokens_fn"])
+        if kwargs.get("logits_processor"):
+            _refuse("logits_processor", kwargs["logits_processor"])
+        if kwargs.get("negative_prompt_ids") is not None:
+            _refuse("negative_prompt_ids", "...")
+        whole = super()._get_logits_processor(generation_config, *args, **kwargs)
+        check_processors(whole)
+        if not whole:
+            return [whole] * rows
+        prompts = kwargs["encoder_input_ids"]
+        copies = rows // len(prompts)
+        lists = []
+        for row in range(rows):
+            own = {**kwargs, "encoder_input_ids": prompts[row // copies : row // copies + 1]}
+            own["model_kwargs"] = {
+                name: value[row : row + 1] if isinstance(value, torch.Tensor) and len(value) == rows else value
+                for name, value in kwargs["model_kwargs"].items()
+            }
+            lists.append(super()._get_logits_processor(generation_config, *args, **own))
+        return lists
+
+
+def enable_cdb(model: GenerationMixin) -> GenerationMixin:
+    """Give a loaded looped model the argument `cdb` of `generate`. Returns the model itself.
+
+    Ouro and Huginn of this package have it already. The model keeps its class name and module, so saving, loading
+    and weight conversions see no difference.
+
+    Raises:
+        ValueError: no adapter is registered for the model's type.
+    """
+    adapter_for(model)
+    if not isinstance(model, CDBGenerationMixin):
+        cls = type(model)
+        model.__class__ = type(
+            cls.__name__, (CDBGenerationMixin, cls), {"__module__": cls.__module__, "__reduce_ex__": _reduce}
+        )
+    return model
+
+
+def _reduce(self, protocol):
+    # The class made by enable_cdb has no name that pickle could import: the parent is stored and enabled again.
+    parent = type(self).__mro__[2]
+    return _restore, (parent, self.__dict__)
+
+
+def _restore(cls: type, state: dict):
+    model = cls.__new__(cls)
+    model.__dict__.update(state)
+    return enable_cdb(model)
+
+
+def _refuse(name: str, value: Any) -> None:
+    raise ValueError(f"{name}={value!r} is not supported with cdb. Leave it out, or generate with cdb=False.")
+
+
+def _refuse_arguments(kwargs: dict[str, Any]) -> None:
+    """Refuse what stock generate would act on before any hook of this class runs."""
+    for name in ("cache", "past_key_values"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name} cannot be passed with cdb: keys and values of rows at different depths live in a cache of "
+                "the engine's own. Continue a chat by its text, or generate with cdb=False."
+            )
+    for name in ("custom_generate", "assistant_model", "synced_gpus", "output_attentions", "output_hidden_states"):
+        if kwargs.get(name):
+            _refuse(name, kwargs[name])
+    if kwargs.get("cache_implementation") is not None:
+        _refuse("cache_implementation", kwargs["cache_implementation"])
+
+
+_LOOKUPS = {
+    "latest-m4": "last_exited",
+    "latest-m4-compress-s4": "shared",
+}
+
+
+def _take_official_arguments(config: CDBConfig, adapter: LoopAdapter, model_kwargs: dict[str, Any]) -> CDBConfig:
+    """Settings that the models' own keywords ask for beside cdb, taken out of `model_kwargs`.
+
+    Raises:
+        ValueError: a keyword contradicts a setting, or asks for something that stopping early cannot give.
+    """
+    import dataclasses
+
+    wanted: dict[str, tuple[str, Any]] = {}
+    if model_kwargs.get("exit_threshold") is not None:
+        wanted["exit_threshold"] = ("exit_threshold", model_kwargs.pop("exit_threshold"))
+    if model_kwargs.get("criterion") is not None:
+        wanted["exit_rule"] = ("criterion", model_kwargs.pop("criterion"))
+    if model_kwargs.get("num_steps") is not None:
+        wanted["max_depth"] = ("num_steps", model_kwargs.pop("num_steps"))
+    if model_kwargs.get("cache_lookup_strategy") is not None:
+        strategy = model_kwargs.pop("cache_lookup_strategy")
+        if strategy not in _LOOKUPS:
+            raise ValueError(
+                f"cache_lookup_strategy={strategy!r} has no counterpart with cdb; {', '.join(_LOOKUPS)} are the "
+                "kv_policy last_exited and shared. Set kv_policy in cdb instead."
+            )
+        wanted["kv_policy"] = ("cache_lookup_strategy", _LOOKUPS[strategy])
+    for name in ("exit_at_step", "early_exit_step"):
+        if model_kwargs.get(name) is not None:
+            step = model_kwargs.pop(name)
+            if config.exit_rule not in ("auto", "never"):
+                raise ValueError(
+                    f"{name}={step} and exit_rule={config.exit_rule!r} contradict each other: a fixed step leaves "
+                    "nothing to decide. Drop one."
+                )
+            wanted["max_depth"] = (name, step + 1)
+            config = dataclasses.replace(config, exit_rule="never", exit_threshold=None)
+    if model_kwargs.pop("use_weighted_exit", False):
+        raise ValueError(
+            "use_weighted_exit=True needs the states of all loops, which cdb exists to skip. Drop it, or cdb=False."
+        )
+    for setting, (name, value) in wanted.items():
+        present = getattr(config, setting)
+        unset = "auto" if setting in ("exit_rule", "kv_policy") else None
+        if present not in (unset, value):
+            raise ValueError(
+                f"{name}={value!r} and cdb's {setting}={present!r} contradict each other: they are one setting. Give "
+                "one of them."
+            )
+        config = dataclasses.replace(config, **{setting: value})
+    return config
+
+
+def _make_noise(config: CDBConfig, rows: int, adapter: LoopAdapter) -> Noise:
+    shared = rows if rows <= config.max_num_seqs else None
+    return Noise(shared, adapter.vocab_size, adapter.device)
+
+
+def _make_requests(
+    input_ids: torch.Tensor,
+    generation_config: Any,
+    config: CDBConfig,
+    sampler: Sampler,
+    stopping_criteria: Any,
+    model_kwargs: dict[str, Any],
+) -> list[Request]:
+    """One request per row: its prompt without padding, its limits, its seed."""
+    rows = len(input_ids)
+    copies = generation_config.num_return_sequences
+    embeds = model_kwargs.get("inputs_embeds")
+    mask = model_kwargs.get("attention_mask")
+    max_new_tokens = generation_config.max_length - input_ids.shape[1]
+    _check_per_row(config, rows, copies, max_new_tokens)
+    requests = []
+    for row in range(rows):
+        keep = slice(None) if mask is None else mask[row].bool()
+        prompt = input_ids[row][keep] if embeds is None else None
+        prompt_embeds = embeds[row][keep] if embeds is not None else None
+        if len(prompt if embeds is None else prompt_embeds) == 0:
+            raise ValueError(
+                f"row {row} has no token: its attention_mask is 0 everywhere. Give every prompt at least one token."
+            )
+        seed = None if config.seeds is None else derive_seed(config.seeds[row // copies], row % copies)
+        requests.append(
+            Request(
+                key=row,
+                row=row,
+                seed=seed,
+                prompt_ids=prompt,
+                prompt_embeds=prompt_embeds,
+                max_new_tokens=max_new_tokens,
+                sampler=sampler,
+                stop=_stop(stopping_criteria, sampler),
+                start_options=_start_options(model_kwargs, row),
+            )
+        )
+    return requests
+
+
+def _check_per_row(config: CDBConfig, rows: int, copies: int, max_new_tokens: int) -> None:
+    prompts = rows // copies
+    if config.seeds is not None and len(config.seeds) != prompts:
+        raise ValueError(f"seeds has {len(config.seeds)} entries, but there are {prompts} prompts. Give one for each.")
+    if config.exit_depths is None:
+        return
+    if len(config.exit_depths) not in (prompts, rows):
+        raise ValueError(f"exit_depths has {len(config.exit_depths)} rows, but there are {prompts} prompts.")
+    least = 2 if config.lookahead and config.max_depth > 1 else 1
+    for row, depths in enumerate(config.exit_depths):
+        if len(depths) < max_new_tokens:
+            raise ValueError(
+                f"exit_depths row {row} has {len(depths)} depths, but up to {max_new_tokens} tokens may come. Give a "
+                "depth for each."
+            )
+        if depths[0] != config.max_depth:
+            raise ValueError(
+                f"exit_depths row {row} begins with {depths[0]}, but the prompt runs at full depth and so does its "
+                f"token. Begin with {config.max_depth}."
+            )
+        wrong = [depth for depth in depths if not least <= depth <= config.max_depth]
+        if wrong:
+            raise ValueError(
+                f"exit_depths row {row} holds {wrong[0]}; depths lie between {least} and {config.max_depth}"
+                f"{' with lookahead' if least == 2 else ''}."
+            )
+
+
+def _start_options(model_kwargs: dict[str, Any], row: int) -> dict[str, Any]:
+    """Arguments of the start state for one row; a tensor of seeds has one per row."""
+    options = {}
+    if model_kwargs.get("init_scale") is not None:
+        options["init_scale"] = model_kwargs["init_scale"]
+    seed = model_kwargs.get("init_seed")
+    if seed is not None:
+        options["init_seed"] = int(seed[row] if isinstance(seed, torch.Tensor) and seed.ndim else seed)
+    return options
+
+
+def _stop(criteria: Any, sampler: Sampler):
+    """The stock criteria on one row: its padded history, a batch of one."""
+
+    def stop(request: Request) -> bool:
+        return bool(criteria(sampler.history(request)[None], None).item())
+
+    return stop
+
+
+def _gather(
+    input_ids: torch.Tensor, requests: list[Request], generation_config: Any, stats: CDBStats
+) -> GenerateCDBOutput | torch.Tensor:
+    """Pad rows to the longest, as stock generate leaves them."""
+    pad = generation_config._pad_token_tensor
+    pad = int(pad) if pad is not None else 0
+    longest = max(len(request.tokens) for request in requests)
+    new = input_ids.new_full((len(requests), longest), pad)
+    depths = input_ids.new_zeros((len(requests), longest))
+    for row, request in enumerate(requests):
+        new[row, : len(request.tokens)] = new.new_tensor(request.tokens)
+        depths[row, : len(request.tokens)] = depths.new_tensor(request.exit_depths)
+    sequences = torch.cat((input_ids, new), dim=1)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    scores = logits = None
+    if generation_config.output_scores:
+        line = requests[0].scores[0].new_full((requests[0].scores[0].shape[-1],), -torch.inf)
+        line[pad] = 0.0
+        scores = _stack([request.scores for request in requests], longest, line)
+    if generation_config.output_logits:
+        logits = _stack([request.logits for request in requests], longest, torch.zeros_like(requests[0].logits[0]))
+    return GenerateCDBOutput(sequences=sequences, scores=scores, logits=logits, exit_depths=depths, stats=stats)
+
+
+def _stack(rows: list[list[torch.Tensor]], length: int, fill: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A `[batch, vocab]` per token; rows that ended give `fill`."""
+    return tuple(torch.stack([row[step] if step < len(row) else fill for row in rows]) for step in range(length))

@@ -1,0 +1,335 @@
+"""Continuous-depth generation of a single row, straight from the definitions: the oracle that the engine is held to.
+
+Slow and obvious on purpose. One row, no batching, keys and values kept as one small tensor per position. Exit rules and
+KV policies are written out here once more and shared with nothing, so that a mistake elsewhere cannot hide in both
+places.
+
+Depth: loops count from 1. The prompt runs loop by loop over all its positions, at full depth R, and yields token 0.
+Every later token runs alone; after loop t < R the exit rule looks at its state, and the token leaves at depth t, or at
+t + 1 with lookahead. A later token that goes deeper needs keys and values of the ones that left: on leaving at depth d
+every slot that the token never wrote is filled from the slot of loop d (arXiv 2608.09444).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from .adapters import LoopAdapter, adapter_for
+
+__all__ = ["ReferenceOutput", "reference_generate"]
+
+# arXiv 2502.05171 for all but the last.
+_DEFAULT_THRESHOLDS = {
+    "latent-diff": 0.03,
+    "cosine": 1e-3,
+    "entropy-diff": 1e-3,
+    "kl": 1e-3,
+    "minp-kl": 1e-5,
+    "argmax-stability": 5,
+    "confidence": 0.9,
+}
+_RULES = (*_DEFAULT_THRESHOLDS, "gate", "never", "replay")
+_LEAVE_AT_OR_ABOVE = ("gate", "argmax-stability", "confidence")  # the other rules leave below their threshold
+
+
+@dataclass
+class ReferenceOutput:
+    """What `reference_generate` returns.
+
+    Attributes:
+        tokens: the new tokens, an end of sequence included.
+        exit_depths: loops run for each of them.
+        logits: `[new tokens, vocab]`, what each was chosen from, in the dtype of the model's logits.
+        signals: for each token the value of the exit rule after every loop it was asked in; empty for token 0 and for
+            the rules "never" and "replay". The distance to the threshold tells how close a decision was.
+    """
+
+    tokens: list[int]
+    exit_depths: list[int]
+    logits: torch.Tensor
+    signals: list[list[float]]
+
+
+@torch.no_grad()
+def reference_generate(
+    model: nn.Module,
+    prompt: torch.Tensor,
+    max_new_tokens: int,
+    *,
+    exit_rule: str | Callable[..., bool] = "auto",
+    exit_threshold: float | None = None,
+    min_depth: int = 1,
+    max_depth: int | None = None,
+    lookahead: int = 0,
+    kv_policy: str = "auto",
+    kv_slots: int | None = None,
+    exit_depths: Sequence[int] | None = None,
+    eos_token_ids: Iterable[int] = (),
+    choose: Callable[[int, torch.Tensor], int] | None = None,
+    **start_options,
+) -> ReferenceOutput:
+    """Generate from one prompt.
+
+    Args:
+        model: a model with an adapter, in evaluation mode, whose attention implementation reads an additive mask
+            ("eager" or "sdpa").
+        prompt: int64 token ids `[positions]` without padding, or embeddings `[positions, width]`.
+        max_new_tokens: tokens to generate, at least 1.
+        exit_rule: "gate", "latent-diff", "cosine", "entropy-diff", "kl", "minp-kl", "argmax-stability", "confidence",
+            "never", "replay", or "auto": the gate where the model has one, else "latent-diff". Or a function
+            `(loop, previous_state, state, logits) -> bool` of loops from 1, states `[width]` and a function without
+            arguments that returns the logits `[vocab]`.
+        exit_threshold: default the published one of the rule, or the checkpoint's own for its gate.
+        min_depth: least depth to leave at.
+        max_depth: R, the full depth; default the model's own.
+        lookahead: 1 if a signal after loop t means depth t + 1.
+        kv_policy: "last_exited", "shared", "first_then_shared", "modular", or "auto": the adapter's.
+        kv_slots: slots k of the last two, default 2.
+        exit_depths: depth of every new token, for "replay"; the first is R.
+        eos_token_ids: tokens to stop after.
+        choose: `(token index, logits [vocab]) -> token`, default the largest logit.
+        **start_options: handed to `adapter.start`.
+    """
+    adapter = adapter_for(model)
+    full_depth = adapter.full_depth if max_depth is None else max_depth
+    if full_depth > adapter.full_depth and not adapter.may_deepen:
+        raise ValueError(f"max_depth={max_depth}, but this model runs at most {adapter.full_depth} loops.")
+    if exit_rule == "auto":
+        exit_rule = "gate" if adapter.has_gate else "latent-diff"
+    if not callable(exit_rule) and exit_rule not in _RULES:
+        raise ValueError(f"exit_rule={exit_rule!r} is none of {', '.join(_RULES)}.")
+    if exit_threshold is None:
+        exit_threshold = adapter.default_threshold if exit_rule == "gate" else _DEFAULT_THRESHOLDS.get(exit_rule)
+    if (exit_rule == "replay") != (exit_depths is not None):
+        raise ValueError("exit_rule='replay' and exit_depths belong together.")
+    if exit_depths is not None:
+        exit_depths = [int(depth) for depth in exit_depths]
+        least = 1 + lookahead if full_depth > 1 else 1
+        fits = len(exit_depths) >= max_new_tokens and exit_depths[0] == full_depth
+        if not fits or not all(least <= depth <= full_depth for depth in exit_depths):
+            raise ValueError(
+                f"exit_depths={exit_depths}, but {max_new_tokens} depths from {least} to {full_depth} are needed, "
+                f"the first {full_depth}."
+            )
+
+    policy = adapter.default_kv_policy if kv_policy == "auto" else kv_policy
+    slots = [_slot(policy, loop, kv_slots) for loop in range(1, full_depth + 1)]
+    row = _Row(adapter, slots, start_options)
+    tokens, depths, all_logits, signals = [], [], [], []
+    for index in range(max_new_tokens):
+        if index == 0:
+            logits, depth, values = row.run_prompt(prompt), full_depth, []
+        elif exit_rule in ("never", "replay"):
+            depth = full_depth if exit_rule == "never" else exit_depths[index]
+            logits, depth, values = row.run_token(tokens[-1], depth)
+        else:
+            rule = _Rule(exit_rule, exit_threshold, adapter)  # a rule starts anew for every token
+            logits, depth, values = row.run_token(tokens[-1], full_depth, rule, min_depth, lookahead)
+        tokens.append(int(logits.argmax()) if choose is None else int(choose(index, logits)))
+        depths.append(depth)
+        all_logits.append(logits)
+        signals.append(values)
+        if tokens[-1] in tuple(eos_token_ids):
+            break
+    return ReferenceOutput(tokens, depths, torch.stack(all_logits), signals)
+
+
+def _slot(policy: str, loop: int, kv_slots: int | None) -> int:
+    """KV slot, from 0, that loop `loop`, from 1, writes and reads."""
+    k = 2 if kv_slots is None else kv_slots
+    match policy:
+        case "last_exited":
+            return loop - 1
+        case "shared":
+            return 0
+        case "first_then_shared":
+            return min(loop - 1, k - 1)
+        case "modular":
+            return (loop - 1) % k
+    raise ValueError(f"kv_policy={policy!r} is none of last_exited, shared, first_then_shared, modular.")
+
+
+class _Store(Cache):
+    """Keys and values of one row, one entry per position.
+
+    Attributes:
+        loop: the loop that core layers are in; the row sets it.
+        positions: the positions that are being computed; the row sets them.
+        entries: (section, layer, slot) -> position -> key and value, each `[1, kv_heads, 1, head_dim]`. Layers outside
+            the loop have slot 0 only.
+    """
+
+    def __init__(self, adapter: LoopAdapter, slots: list[int]):
+        super().__init__(layers=[])
+        self.adapter, self.slots = adapter, slots
+        self.loop, self.positions = 1, range(0)
+        self.entries: dict[tuple[str, int, int], dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args, **kwargs):
+        """Store `[1, kv_heads, tokens, head_dim]` and return what is there of all positions up to the last of these.
+
+        A slot holds what was written last: under a shared slot, an older token's entry of its last loop and this
+        token's of the loop it is in.
+        """
+        section, layer = self.adapter.section(layer_idx)
+        slot = self.slots[self.loop - 1] if section == "core" else 0
+        entries = self.entries.setdefault((section, layer, slot), {})
+        for index, position in enumerate(self.positions):
+            entries[position] = key[:, :, index : index + 1], value[:, :, index : index + 1]
+        keys, values = zip(*(entries[position] for position in range(self.positions[-1] + 1)), strict=True)
+        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+
+    def leave(self, position: int, depth: int) -> None:
+        """Fill every slot that the token at `position` never wrote from the slot of loop `depth`, its last."""
+        for layer in range(self.adapter.core_layers):
+            entry = self.entries["core", layer, self.slots[depth - 1]][position]
+            for slot in self.slots:
+                self.entries.setdefault(("core", layer, slot), {}).setdefault(position, entry)
+
+
+class _Row:
+    """One row: its keys and values, and how its prompt and its tokens run."""
+
+    def __init__(self, adapter: LoopAdapter, slots: list[int], start_options: dict[str, Any]):
+        self.adapter, self.start_options = adapter, start_options
+        self.full_depth = len(slots)
+        self.store = _Store(adapter, slots)
+
+    def run_prompt(self, prompt: torch.Tensor) -> torch.Tensor:
+        """Run all positions at full depth; logits `[vocab]` of the last."""
+        prompt = prompt.to(self.adapter.device)[None]
+        ids, embeds = (None, prompt) if prompt.is_floating_point() else (prompt, None)
+        inputs, embeds, state = self._begin(ids, embeds)
+        # Depth-major: all positions through a loop before any enters the next. Under a shared slot a position so reads
+        # the others' entries of its own loop.
+        for loop in range(1, self.full_depth + 1):
+            self.store.loop = loop
+            state = self.adapter.loop(state, embeds, inputs)
+        last = torch.tensor([len(self.store.positions) - 1], device=self.adapter.device)
+        return self.adapter.coda(state, inputs, keep=last)[0]
+
+    def run_token(
+        self, token: int, max_depth: int, rule: "_Rule | None" = None, min_depth: int = 1, lookahead: int = 0
+    ) -> tuple[torch.Tensor, int, list[float]]:
+        """Run one token until its rule lets it leave, or to `max_depth`.
+
+        Returns:
+            Logits `[vocab]`, depth, and the values of the rule.
+        """
+        inputs, embeds, state = self._begin(torch.tensor([[token]], device=self.adapter.device), None)
+        depth, decided, values = max_depth, rule is None, []
+        loop = 0
+        while loop < depth:
+            loop += 1
+            self.store.loop = loop
+            previous, state = state, self.adapter.loop(state, embeds, inputs)
+            if not decided and loop < max_depth:
+                value, leaves = rule(loop, previous[0, 0], state[0, 0], partial(self._logits, state, inputs))
+                values.append(value)
+                if leaves and loop + lookahead >= min_depth:
+                    depth, decided = loop + lookahead, True
+        self.store.leave(self.store.positions[0], depth)
+        return self._logits(state, inputs), depth, values
+
+    def _begin(
+        self, ids: torch.Tensor | None, embeds: torch.Tensor | None
+    ) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+        """Everything before loop 1, for the next positions: what the layers are given, prelude output, start state."""
+        first = self.store.positions.stop
+        self.store.positions = range(first, first + (ids if embeds is None else embeds).shape[1])
+        position_ids = torch.tensor([list(self.store.positions)], device=self.adapter.device)
+        inputs = self.adapter.layer_inputs(position_ids, self.store, attention_mask=self._mask(position_ids[0]))
+        embeds = self.adapter.prelude(ids, embeds, inputs)
+        return inputs, embeds, self.adapter.start(embeds, position_ids, **self.start_options)
+
+    def _logits(self, state: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """Logits `[vocab]` of one token. The coda's layers write their entries again; the last ones stay."""
+        return self.adapter.coda(state, inputs)[0]
+
+    def _mask(self, queries: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Additive mask `[1, 1, queries, keys]`: 0 at the positions up to the query's own, -inf at others.
+
+        A dict by layer type where the model has layers that see the last `sliding_window` positions only. Given even
+        where "sdpa" would find out by itself, because "eager" does not.
+        """
+        distance = queries[:, None] - torch.arange(int(queries[-1]) + 1, device=queries.device)
+
+        def additive(allowed: torch.Tensor) -> torch.Tensor:
+            zeros = torch.zeros(allowed.shape, dtype=self.adapter.dtype, device=queries.device)
+            return zeros.masked_fill(~allowed, -math.inf)[None, None]
+
+        full = additive(distance >= 0)
+        config = self.adapter.model.config
+        if "sliding_attention" not in (getattr(config, "layer_types", None) or ()):
+            return full
+        sliding = additive((distance >= 0) & (distance < config.sliding_window))
+        return {"full_attention": full, "sliding_attention": sliding}
+
+
+class _Rule:
+    """One exit rule during one token: asked after every loop, with what it remembers of the loops before.
+
+    Rules and first values are those of arXiv 2502.05171, the gate that of arXiv 2510.25741. Computed in at least
+    float32.
+    """
+
+    def __init__(self, name: str | Callable[..., bool], threshold: float | None, adapter: LoopAdapter):
+        self.name, self.threshold, self.adapter = name, threshold, adapter
+        self.cdf, self.survival = 0.0, 1.0
+        self.entropy = 100.0
+        self.log_p: torch.Tensor | None = None
+        self.token, self.unchanged = None, 0
+
+    def __call__(self, loop: int, previous: torch.Tensor, state: torch.Tensor, logits: Callable) -> tuple[float, bool]:
+        """Value of the rule after `loop`, and whether it says to leave; arguments as a user's rule gets them."""
+        if callable(self.name):
+            leaves = bool(self.name(loop, previous, state, logits))
+            return float(leaves), leaves
+        value = float(self._value(previous, state, logits))
+        if self.name == "gate" and self.threshold >= 1:
+            return value, False  # a sum of probabilities can round up to 1 too early
+        return value, value >= self.threshold if self.name in _LEAVE_AT_OR_ABOVE else value < self.threshold
+
+    def _value(self, previous: torch.Tensor, state: torch.Tensor, logits: Callable) -> float | torch.Tensor:
+        match self.name:
+            case "gate":
+                # Hazard sigmoid(x) of leaving now, if not left before; 1 - sigmoid(x) = sigmoid(-x).
+                x = self.adapter.gate_logits(state)
+                self.cdf += float(x.sigmoid()) * self.survival
+                self.survival *= float((-x).sigmoid())
+                return self.cdf
+            case "latent-diff":
+                previous, state = _wide(previous), _wide(state)
+                return (state - previous).norm() / state.norm()
+            case "cosine":
+                previous, state = _wide(previous), _wide(state)
+                # 0/0 = NaN for a zero state, and NaN is below no threshold.
+                return 1 - state @ previous / (state.norm() * previous.norm())
+            case "entropy-diff":
+                p = _wide(logits()).softmax(-1)
+                before, self.entropy = self.entropy, float(-(p * (p + 1e-10).log()).sum())
+                return abs(self.entropy - before)
+            case "kl" | "minp-kl":
+                log_p = _wide(logits()).log_softmax(-1)
+                uniform = torch.full_like(log_p, -math.log(len(log_p)))
+                if self.name == "minp-kl":
+                    kept = log_p.exp() >= 0.1 * log_p.exp().max()
+                    log_p = torch.where(kept, log_p, uniform).log_softmax(-1)
+                before, self.log_p = uniform if self.log_p is None else self.log_p, log_p
+                return (before.exp() * (before - log_p)).sum()
+            case "argmax-stability":
+                before, self.token = self.token, int(logits().argmax())
+                self.unchanged = self.unchanged + 1 if self.token == before else 0
+                return self.unchanged
+            case "confidence":
+                return _wide(logits()).softmax(-1).max()
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()

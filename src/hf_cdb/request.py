@@ -1,0 +1,71 @@
+"""A request and its life: waiting, running, finished or failed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["Request"]
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence to continue.
+
+    Attributes:
+        key: unique among all requests of an engine.
+        row, seed: which line of the noise is its own, see `Noise`.
+        prompt_ids: int64 `[positions]` without padding, or None where embeddings are given.
+        prompt_embeds: `[positions, width]`, or None.
+        max_new_tokens: tokens at most.
+        sampler: chooses its tokens.
+        stop: called with the request after every token; True ends it.
+        start_options: arguments of the adapter's `start`.
+        tokens, exit_depths: what came out so far.
+        status: "waiting", "running", "finished", "cancelled" or "failed".
+        error: the cause of a failure.
+    """
+
+    key: int
+    max_new_tokens: int
+    sampler: Any
+    prompt_ids: torch.Tensor | None = None
+    prompt_embeds: torch.Tensor | None = None
+    row: int = 0
+    seed: int | None = None
+    stop: Callable[["Request"], bool] | None = None
+    start_options: dict[str, Any] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+    exit_depths: list[int] = field(default_factory=list)
+    scores: list[torch.Tensor] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    status: str = "waiting"
+    error: Exception | None = None
+
+    # What the engine carries from launch to launch: the positions under way, the prelude's output and the state.
+    start: int = 0
+    end: int = 0
+    embeds: torch.Tensor | None = None
+    state: torch.Tensor | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.prompt_ids if self.prompt_embeds is None else self.prompt_embeds)
+
+    @property
+    def capacity(self) -> int:
+        """Positions whose keys and values are ever read: the last token's are not."""
+        return self.prompt_length + self.max_new_tokens - 1
+
+    @property
+    def in_prompt(self) -> bool:
+        return not self.tokens
+
+    @property
+    def done(self) -> bool:
+        return self.status in ("finished", "cancelled", "failed")
+
+    def release(self) -> None:
+        """Drop the tensors that only a running request needs."""
+        self.embeds = self.state = None

@@ -1,0 +1,127 @@
+"""What a run did, counted: launches, rows, depths, and the speed-up that the depths allow."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from .scheduler import Launch
+
+__all__ = ["CDBStats", "flop_bound"]
+
+
+def flop_bound(once: int, per_loop: int, full_depth: int, mean_depth: float) -> float:
+    """Largest speed-up over full depth: `(F0 + R Fr) / (F0 + d Fr)` (arXiv 2608.09444).
+
+    Args:
+        once: F0, parameters that run once per token.
+        per_loop: Fr, parameters of one loop.
+        full_depth: R.
+        mean_depth: d, over all generated tokens.
+    """
+    return (once + full_depth * per_loop) / (once + mean_depth * per_loop)
+
+
+@dataclass
+class CDBStats:
+    """Counts of one engine.
+
+    Attributes:
+        full_depth: R.
+        max_num_seqs: W.
+        launches: number of launches by stage.
+        rows: rows that ran, by stage, summed over launches; `rows["loop"]` are the row-loops.
+        widths: by stage, how many launches had each width.
+        depths: how many generated tokens left after each loop; prompts give one token at full depth.
+        kv_bytes: keys and values of the core at the fullest moment, `kv_bytes_outer` those of the layers around it.
+        once, per_loop: parameters that run once per token and per loop.
+        logits_in_loop: whether the exit rule ran the coda in every loop.
+        trace: with `CDBConfig(trace=True)` a dict for every launch: stage, rows, depths, waiting requests.
+    """
+
+    full_depth: int
+    max_num_seqs: int
+    once: int
+    per_loop: int
+    logits_in_loop: bool = False
+    launches: Counter = field(default_factory=Counter)
+    rows: Counter = field(default_factory=Counter)
+    widths: dict[str, Counter] = field(default_factory=dict)
+    depths: Counter = field(default_factory=Counter)
+    kv_bytes: int = 0
+    kv_bytes_outer: int = 0
+    trace: list[dict[str, Any]] | None = None
+
+    def record(self, launch: Launch, waiting: int) -> None:
+        """Count a launch that has run."""
+        self.launches[launch.stage] += 1
+        self.rows[launch.stage] += len(launch)
+        self.widths.setdefault(launch.stage, Counter())[len(launch)] += 1
+        if self.trace is not None:
+            self.trace.append(
+                {
+                    "stage": launch.stage,
+                    "rows": list(launch.keys),
+                    "depths": list(launch.depths),
+                    "waiting": waiting,
+                }
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens."""
+        return sum(self.depths.values())
+
+    @property
+    def mean_depth(self) -> float:
+        """Loops per generated token; full depth where there is none."""
+        if not self.tokens:
+            return float(self.full_depth)
+        return sum(depth * count for depth, count in self.depths.items()) / self.tokens
+
+    @property
+    def occupancy(self) -> float:
+        """Mean width of the core's launches as a share of `max_num_seqs`."""
+        return self.rows["loop"] / max(1, self.launches["loop"]) / self.max_num_seqs
+
+    @property
+    def flop_bound(self) -> float:
+        """Speed-up over full depth that the executed depths allow."""
+        if self.logits_in_loop:
+            return flop_bound(0, self.once + self.per_loop, self.full_depth, self.mean_depth)
+        return flop_bound(self.once, self.per_loop, self.full_depth, self.mean_depth)
+
+    @property
+    def counted_speedup(self) -> float:
+        """Speed-up over full depth in launches, each costing its stage's parameters whatever its width.
+
+        The full-depth run of the same tokens is given full launches throughout, so what partly empty launches cost
+        shows.
+        """
+        if not self.launches["loop"]:
+            return 1.0
+        width = min(self.max_num_seqs, max(self.widths["loop"]))
+        full = self.tokens / width * (self.once + self.full_depth * self.per_loop)
+        spent = self.launches["coda"] * self.once + self.launches["loop"] * self.per_loop
+        return full / spent
+
+    @property
+    def realised_share(self) -> float:
+        """`counted_speedup` as a share of `flop_bound`."""
+        return self.counted_speedup / self.flop_bound
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counts and what follows from them, ready for JSON."""
+        return {
+            "tokens": self.tokens,
+            "mean_depth": self.mean_depth,
+            "depths": {depth: self.depths[depth] for depth in range(1, self.full_depth + 1)},
+            "launches": dict(self.launches),
+            "row_loops": self.rows["loop"],
+            "widths": {stage: dict(sorted(widths.items())) for stage, widths in self.widths.items()},
+            "occupancy": self.occupancy,
+            "kv_bytes": self.kv_bytes,
+            "kv_bytes_outer": self.kv_bytes_outer,
+            "flop_bound": self.flop_bound,
+            "counted_speedup": self.counted_speedup,
+            "realised_share": self.realised_share,
+        }
