@@ -210,7 +210,9 @@ class CDBConfig:
                 f"Nothing can leave early: the exit threshold is {rule.threshold}, which {name}'s checkpoint names. "
                 "Pass cdb={'exit_threshold': 0.5} or another value below 1; lower leaves earlier."
             )
-        return dataclasses.replace(self, max_depth=depth, exit_rule=rule, exit_threshold=None, kv_policy=policy)
+        return dataclasses.replace(
+            self, max_depth=depth, exit_rule=rule, exit_threshold=None, exit_depths=None, kv_policy=policy
+        )
 
 
 def _check_integer(name: str, value: Any) -> None:

@@ -12,6 +12,7 @@ from transformers.utils import logging
 from .adapters import LoopAdapter, adapter_for
 from .config import CDBConfig
 from .engine import Engine
+from .exits import Replay
 from .request import Request
 from .sampling import Noise, Sampler, check_criteria, check_processors, derive_seed
 from .stats import CDBStats
@@ -316,12 +317,21 @@ def _check_per_row(config: CDBConfig, rows: int, copies: int, max_new_tokens: in
     prompts = rows // copies
     if config.seeds is not None and len(config.seeds) != prompts:
         raise ValueError(f"seeds has {len(config.seeds)} entries, but there are {prompts} prompts. Give one for each.")
-    if config.exit_depths is None:
-        return
-    if len(config.exit_depths) not in (prompts, rows):
-        raise ValueError(f"exit_depths has {len(config.exit_depths)} rows, but there are {prompts} prompts.")
+    if isinstance(config.exit_rule, Replay):
+        _check_replay(config, rows, copies, max_new_tokens)
+
+
+def _check_replay(config: CDBConfig, rows: int, copies: int, max_new_tokens: int) -> None:
+    """Refuse depths that do not fit the call; repeat them for the return sequences of a prompt."""
+    rule, prompts = config.exit_rule, rows // copies
+    if len(rule.depths) != prompts:
+        raise ValueError(
+            f"exit_depths has {len(rule.depths)} rows, but there are {prompts} prompts. Give one row for each; the "
+            "return sequences of a prompt share it."
+        )
+    rule.depths = [depths for depths in rule.depths for _ in range(copies)]
     least = 2 if config.lookahead and config.max_depth > 1 else 1
-    for row, depths in enumerate(config.exit_depths):
+    for row, depths in enumerate(rule.depths):
         if len(depths) < max_new_tokens:
             raise ValueError(
                 f"exit_depths row {row} has {len(depths)} depths, but up to {max_new_tokens} tokens may come. Give a "
