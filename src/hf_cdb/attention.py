@@ -41,7 +41,7 @@ def depth_attention(
     queries = query.split([length for _, _, length in reads], dim=2)
     outputs = [_attend_span(q, k, v, scaling, sliding_window) for q, (k, v, _) in zip(queries, reads, strict=True)]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-    return output.transpose(1, 2), None
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _attend_span(

@@ -330,7 +330,7 @@ def _check_replay(config: CDBConfig, rows: int, copies: int, max_new_tokens: int
             "return sequences of a prompt share it."
         )
     rule.depths = [depths for depths in rule.depths for _ in range(copies)]
-    least = 2 if config.lookahead and config.max_depth > 1 else 1
+    least = max(config.min_depth, 2 if config.lookahead and config.max_depth > 1 else 1)
     for row, depths in enumerate(rule.depths):
         if len(depths) < max_new_tokens:
             raise ValueError(
@@ -345,8 +345,8 @@ def _check_replay(config: CDBConfig, rows: int, copies: int, max_new_tokens: int
         wrong = [depth for depth in depths if not least <= depth <= config.max_depth]
         if wrong:
             raise ValueError(
-                f"exit_depths row {row} holds {wrong[0]}; depths lie between {least} and {config.max_depth}"
-                f"{' with lookahead' if least == 2 else ''}."
+                f"exit_depths row {row} holds {wrong[0]}; with min_depth={config.min_depth} and "
+                f"lookahead={config.lookahead} depths lie between {least} and {config.max_depth}."
             )
 
 
