@@ -55,6 +55,12 @@ class CDBGenerationMixin(GenerationMixin):
             _refuse_arguments(kwargs)
         return super().generate(*args, **kwargs)
 
+    def save_pretrained(self, *args, **kwargs):
+        if getattr(self.generation_config, "cdb", None) is not None:
+            # Marked as made from the model config, the file would lose its extra keys on the next load.
+            self.generation_config._from_model_config = False
+        return super().save_pretrained(*args, **kwargs)
+
     def _wants_cdb(self, cdb: Any, generation_config: Any) -> bool:
         if cdb is None:
             cdb = getattr(generation_config, "cdb", None)
@@ -212,12 +218,6 @@ def _refuse_arguments(kwargs: dict[str, Any]) -> None:
         _refuse("cache_implementation", kwargs["cache_implementation"])
 
 
-_LOOKUPS = {
-    "latest-m4": "last_exited",
-    "latest-m4-compress-s4": "shared",
-}
-
-
 def _take_official_arguments(config: CDBConfig, adapter: LoopAdapter, model_kwargs: dict[str, Any]) -> CDBConfig:
     """Settings that the models' own keywords ask for beside cdb, taken out of `model_kwargs`.
 
@@ -234,13 +234,8 @@ def _take_official_arguments(config: CDBConfig, adapter: LoopAdapter, model_kwar
     if model_kwargs.get("num_steps") is not None:
         wanted["max_depth"] = ("num_steps", model_kwargs.pop("num_steps"))
     if model_kwargs.get("cache_lookup_strategy") is not None:
-        strategy = model_kwargs.pop("cache_lookup_strategy")
-        if strategy not in _LOOKUPS:
-            raise ValueError(
-                f"cache_lookup_strategy={strategy!r} has no counterpart with cdb; {', '.join(_LOOKUPS)} are the "
-                "kv_policy last_exited and shared. Set kv_policy in cdb instead."
-            )
-        wanted["kv_policy"] = ("cache_lookup_strategy", _LOOKUPS[strategy])
+        policy = _policy_of_lookup(model_kwargs.pop("cache_lookup_strategy"), adapter.core_layers)
+        wanted["kv_policy"] = ("cache_lookup_strategy", policy)
     for name in ("exit_at_step", "early_exit_step"):
         if model_kwargs.get(name) is not None:
             step = model_kwargs.pop(name)
@@ -265,6 +260,24 @@ def _take_official_arguments(config: CDBConfig, adapter: LoopAdapter, model_kwar
             )
         config = dataclasses.replace(config, **{setting: value})
     return config
+
+
+def _policy_of_lookup(strategy: str, core_layers: int) -> str:
+    """The KV policy that a lookup of the published Huginn code names.
+
+    "latest-m<k>" falls back to the deepest entry of the same core layer where k is their number; "-compress-s<k>"
+    folds all loops into one slot per layer.
+    """
+    names = {
+        f"latest-m{core_layers}": "last_exited",
+        f"latest-m{core_layers}-compress-s{core_layers}": "shared",
+    }
+    if strategy not in names:
+        raise ValueError(
+            f"cache_lookup_strategy={strategy!r} has no counterpart with cdb; {' and '.join(names)} are the kv_policy "
+            f"{' and '.join(names.values())}. Set kv_policy in cdb instead."
+        )
+    return names[strategy]
 
 
 def _make_noise(config: CDBConfig, rows: int, adapter: LoopAdapter) -> Noise:

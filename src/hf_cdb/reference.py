@@ -1,13 +1,12 @@
 """Continuous-depth generation of a single row, straight from the definitions: the oracle that the engine is held to.
 
-Slow and obvious on purpose. One row, no batching, keys and values kept as one small tensor per position. Exit rules and
-KV policies are written out here once more and shared with nothing, so that a mistake elsewhere cannot hide in both
-places.
+Slow and obvious on purpose: no batching, keys and values kept as one small tensor per position. Exit rules and KV
+policies are written out here once more and shared with nothing, so that a mistake elsewhere cannot hide in both places.
 
-Depth: loops count from 1. The prompt runs loop by loop over all its positions, at full depth R, and yields token 0.
-Every later token runs alone; after loop t < R the exit rule looks at its state, and the token leaves at depth t, or at
-t + 1 with lookahead. A later token that goes deeper needs keys and values of the ones that left: on leaving at depth d
-every slot that the token never wrote is filled from the slot of loop d (arXiv 2608.09444).
+Loops count from 1. The prompt runs loop by loop over all its positions, at full depth R, and yields token 0. Each later
+token runs alone; after loop t < R the exit rule looks at its state, and the token leaves at depth t, or at t + 1 with
+lookahead. Later tokens that go deeper need its keys and values there: on leaving at depth d every slot that the token
+never wrote is filled from the slot of loop d (arXiv 2608.09444).
 """
 
 import math
@@ -110,13 +109,10 @@ def reference_generate(
         raise ValueError("exit_rule='replay' and exit_depths belong together.")
     if exit_depths is not None:
         exit_depths = [int(depth) for depth in exit_depths]
-        least = 1 + lookahead if full_depth > 1 else 1
-        fits = len(exit_depths) >= max_new_tokens and exit_depths[0] == full_depth
-        if not fits or not all(least <= depth <= full_depth for depth in exit_depths):
-            raise ValueError(
-                f"exit_depths={exit_depths}, but {max_new_tokens} depths from {least} to {full_depth} are needed, "
-                f"the first {full_depth}."
-            )
+        least = min(1 + lookahead, full_depth)
+        in_range = all(least <= depth <= full_depth for depth in exit_depths)
+        if not in_range or exit_depths[0] != full_depth or len(exit_depths) < max_new_tokens:
+            raise ValueError(f"{exit_depths=} needs {max_new_tokens} of {least} to {full_depth}, first {full_depth}.")
 
     policy = adapter.default_kv_policy if kv_policy == "auto" else kv_policy
     slots = [_slot(policy, loop, kv_slots) for loop in range(1, full_depth + 1)]
@@ -126,8 +122,7 @@ def reference_generate(
         if index == 0:
             logits, depth, values = row.run_prompt(prompt), full_depth, []
         elif exit_rule in ("never", "replay"):
-            depth = full_depth if exit_rule == "never" else exit_depths[index]
-            logits, depth, values = row.run_token(tokens[-1], depth)
+            logits, depth, values = row.run_token(tokens[-1], full_depth if exit_depths is None else exit_depths[index])
         else:
             rule = _Rule(exit_rule, exit_threshold, adapter)  # a rule starts anew for every token
             logits, depth, values = row.run_token(tokens[-1], full_depth, rule, min_depth, lookahead)
@@ -143,26 +138,18 @@ def reference_generate(
 def _slot(policy: str, loop: int, kv_slots: int | None) -> int:
     """KV slot, from 0, that loop `loop`, from 1, writes and reads."""
     k = 2 if kv_slots is None else kv_slots
-    match policy:
-        case "last_exited":
-            return loop - 1
-        case "shared":
-            return 0
-        case "first_then_shared":
-            return min(loop - 1, k - 1)
-        case "modular":
-            return (loop - 1) % k
-    raise ValueError(f"kv_policy={policy!r} is none of last_exited, shared, first_then_shared, modular.")
+    slots = {"last_exited": loop - 1, "shared": 0, "first_then_shared": min(loop - 1, k - 1), "modular": (loop - 1) % k}
+    if policy not in slots:
+        raise ValueError(f"kv_policy={policy!r} is none of {', '.join(slots)}.")
+    return slots[policy]
 
 
 class _Store(Cache):
     """Keys and values of one row, one entry per position.
 
     Attributes:
-        loop: the loop that core layers are in; the row sets it.
-        positions: the positions that are being computed; the row sets them.
-        entries: (section, layer, slot) -> position -> key and value, each `[1, kv_heads, 1, head_dim]`. Layers outside
-            the loop have slot 0 only.
+        loop, positions: what is being computed; the row sets them.
+        entries: (section, layer, slot) -> position -> key, value `[1, kv_heads, 1, head_dim]`; one slot outside loops.
     """
 
     def __init__(self, adapter: LoopAdapter, slots: list[int]):
@@ -172,11 +159,7 @@ class _Store(Cache):
         self.entries: dict[tuple[str, int, int], dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args, **kwargs):
-        """Store `[1, kv_heads, tokens, head_dim]` and return what is there of all positions up to the last of these.
-
-        A slot holds what was written last: under a shared slot, an older token's entry of its last loop and this
-        token's of the loop it is in.
-        """
+        """Store `[1, kv_heads, tokens, head_dim]` over what these positions left in the slot, and return the slot."""
         section, layer = self.adapter.section(layer_idx)
         slot = self.slots[self.loop - 1] if section == "core" else 0
         entries = self.entries.setdefault((section, layer, slot), {})
@@ -204,10 +187,8 @@ class _Row:
     def run_prompt(self, prompt: torch.Tensor) -> torch.Tensor:
         """Run all positions at full depth; logits `[vocab]` of the last."""
         prompt = prompt.to(self.adapter.device)[None]
-        ids, embeds = (None, prompt) if prompt.is_floating_point() else (prompt, None)
-        inputs, embeds, state = self._begin(ids, embeds)
-        # Depth-major: all positions through a loop before any enters the next. Under a shared slot a position so reads
-        # the others' entries of its own loop.
+        inputs, embeds, state = self._begin(*((None, prompt) if prompt.is_floating_point() else (prompt, None)))
+        # Depth-major, so that under a shared slot a position reads the others' entries of its own loop.
         for loop in range(1, self.full_depth + 1):
             self.store.loop = loop
             state = self.adapter.loop(state, embeds, inputs)
@@ -217,14 +198,9 @@ class _Row:
     def run_token(
         self, token: int, max_depth: int, rule: "_Rule | None" = None, min_depth: int = 1, lookahead: int = 0
     ) -> tuple[torch.Tensor, int, list[float]]:
-        """Run one token until its rule lets it leave, or to `max_depth`.
-
-        Returns:
-            Logits `[vocab]`, depth, and the values of the rule.
-        """
+        """Run one token until its rule lets it leave, or to `max_depth`: logits `[vocab]`, depth, the rule's values."""
         inputs, embeds, state = self._begin(torch.tensor([[token]], device=self.adapter.device), None)
-        depth, decided, values = max_depth, rule is None, []
-        loop = 0
+        depth, decided, values, loop = max_depth, rule is None, [], 0
         while loop < depth:
             loop += 1
             self.store.loop = loop
@@ -237,9 +213,7 @@ class _Row:
         self.store.leave(self.store.positions[0], depth)
         return self._logits(state, inputs), depth, values
 
-    def _begin(
-        self, ids: torch.Tensor | None, embeds: torch.Tensor | None
-    ) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+    def _begin(self, ids: torch.Tensor | None, embeds: torch.Tensor | None) -> tuple[dict, torch.Tensor, torch.Tensor]:
         """Everything before loop 1, for the next positions: what the layers are given, prelude output, start state."""
         first = self.store.positions.stop
         self.store.positions = range(first, first + (ids if embeds is None else embeds).shape[1])
@@ -249,42 +223,34 @@ class _Row:
         return inputs, embeds, self.adapter.start(embeds, position_ids, **self.start_options)
 
     def _logits(self, state: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        """Logits `[vocab]` of one token. The coda's layers write their entries again; the last ones stay."""
+        """Logits `[vocab]` of one token. The coda's layers write their entries each time; the last ones stay."""
         return self.adapter.coda(state, inputs)[0]
 
     def _mask(self, queries: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Additive mask `[1, 1, queries, keys]`: 0 at the positions up to the query's own, -inf at others.
+        """Additive causal mask `[1, 1, queries, keys]`, by layer type where some see `sliding_window` positions only.
 
-        A dict by layer type where the model has layers that see the last `sliding_window` positions only. Given even
-        where "sdpa" would find out by itself, because "eager" does not.
+        Given even where "sdpa" would find out by itself, because "eager" does not.
         """
-        distance = queries[:, None] - torch.arange(int(queries[-1]) + 1, device=queries.device)
-
-        def additive(allowed: torch.Tensor) -> torch.Tensor:
-            zeros = torch.zeros(allowed.shape, dtype=self.adapter.dtype, device=queries.device)
-            return zeros.masked_fill(~allowed, -math.inf)[None, None]
-
-        full = additive(distance >= 0)
         config = self.adapter.model.config
+        distance = queries[:, None] - torch.arange(int(queries[-1]) + 1, device=queries.device)
+        zeros = torch.zeros(distance.shape, dtype=self.adapter.dtype, device=queries.device)
+        full = zeros.masked_fill(distance < 0, -math.inf)[None, None]
         if "sliding_attention" not in (getattr(config, "layer_types", None) or ()):
             return full
-        sliding = additive((distance >= 0) & (distance < config.sliding_window))
+        sliding = full.masked_fill(distance >= config.sliding_window, -math.inf)
         return {"full_attention": full, "sliding_attention": sliding}
 
 
 class _Rule:
-    """One exit rule during one token: asked after every loop, with what it remembers of the loops before.
+    """One exit rule during one token, with what it remembers of the loops before; computed in at least float32.
 
-    Rules and first values are those of arXiv 2502.05171, the gate that of arXiv 2510.25741. Computed in at least
-    float32.
+    Rules and their first values are those of arXiv 2502.05171, the gate that of arXiv 2510.25741.
     """
 
     def __init__(self, name: str | Callable[..., bool], threshold: float | None, adapter: LoopAdapter):
         self.name, self.threshold, self.adapter = name, threshold, adapter
-        self.cdf, self.survival = 0.0, 1.0
-        self.entropy = 100.0
-        self.log_p: torch.Tensor | None = None
-        self.token, self.unchanged = None, 0
+        self.cdf, self.survival, self.entropy = 0.0, 1.0, 100.0
+        self.log_p, self.token, self.unchanged = None, None, 0
 
     def __call__(self, loop: int, previous: torch.Tensor, state: torch.Tensor, logits: Callable) -> tuple[float, bool]:
         """Value of the rule after `loop`, and whether it says to leave; arguments as a user's rule gets them."""
@@ -305,11 +271,10 @@ class _Rule:
                 self.survival *= float((-x).sigmoid())
                 return self.cdf
             case "latent-diff":
-                previous, state = _wide(previous), _wide(state)
-                return (state - previous).norm() / state.norm()
+                return (_wide(state) - _wide(previous)).norm() / _wide(state).norm()
             case "cosine":
-                previous, state = _wide(previous), _wide(state)
                 # 0/0 = NaN for a zero state, and NaN is below no threshold.
+                state, previous = _wide(state), _wide(previous)
                 return 1 - state @ previous / (state.norm() * previous.norm())
             case "entropy-diff":
                 p = _wide(logits()).softmax(-1)

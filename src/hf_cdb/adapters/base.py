@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -48,9 +49,15 @@ class LoopAdapter(ABC):
     def __init__(self, model: nn.Module):
         self.model = model
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
-        return self.model.device
+        """Where the model computes; offloaded weights wait elsewhere."""
+        device = self.model.device
+        if device.type != "meta":
+            return device
+        hooks = (getattr(module, "_hf_hook", None) for module in self.model.modules())
+        devices = [hook.execution_device for hook in hooks if getattr(hook, "execution_device", None) is not None]
+        return torch.device(devices[0]) if devices else device
 
     @property
     def dtype(self) -> torch.dtype:

@@ -145,7 +145,7 @@ class HuginnPreTrainedModel(LoopedPreTrainedModel):
                 init.normal_(module.lm_head.weight, std=values["std"])
 
 
-class RavenForCausalLM(HuginnPreTrainedModel, CDBGenerationMixin):
+class RavenForCausalLM(CDBGenerationMixin, HuginnPreTrainedModel):
     """Huginn with its language modelling head, under the published class name.
 
     The stages `prelude`, `start`, `loop` and `coda` together are the forward; an engine that advances rows one loop at
@@ -400,10 +400,9 @@ class RavenForCausalLM(HuginnPreTrainedModel, CDBGenerationMixin):
         return input_states.to(device=embeds.device, dtype=embeds.dtype)
 
     def _prepare_generation_config(self, *args, **kwargs):
-        generation_config, model_kwargs = super()._prepare_generation_config(*args, **kwargs)
         # generate repeats tensors with the rows of beams and num_return_sequences, and a scalar has no rows.
-        if model_kwargs.get("num_steps") is not None:
-            model_kwargs["num_steps"] = sum(parse_num_steps(model_kwargs["num_steps"]))
-        if isinstance(model_kwargs.get("init_seed"), torch.Tensor) and model_kwargs["init_seed"].ndim == 0:
-            model_kwargs["init_seed"] = int(model_kwargs["init_seed"])
-        return generation_config, model_kwargs
+        if kwargs.get("num_steps") is not None:
+            kwargs["num_steps"] = sum(parse_num_steps(kwargs["num_steps"]))
+        if isinstance(kwargs.get("init_seed"), torch.Tensor) and kwargs["init_seed"].ndim == 0:
+            kwargs["init_seed"] = int(kwargs["init_seed"])
+        return super()._prepare_generation_config(*args, **kwargs)

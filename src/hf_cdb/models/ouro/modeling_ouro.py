@@ -264,7 +264,7 @@ class OuroModel(OuroPreTrainedModel):
         )
 
 
-class OuroForCausalLM(OuroPreTrainedModel, CDBGenerationMixin):
+class OuroForCausalLM(CDBGenerationMixin, OuroPreTrainedModel):
     """Ouro with its language modelling head.
 
     The stages `prelude`, `loop` and `coda` together are the forward at full depth.
