@@ -1,5 +1,6 @@
 """Continuous depth batching inside `generate`: `model.generate(..., cdb=True)`."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,9 @@ from .stats import CDBStats
 __all__ = ["CDBGenerationMixin", "GenerateCDBOutput", "enable_cdb"]
 
 logger = logging.get_logger(__name__)
+
+# generate repeats tensors with the rows of beams and num_return_sequences; these mean the same for all rows.
+_SCALARS = ("num_steps", "init_scale", "init_seed", "exit_threshold", "exit_at_step")
 
 
 @dataclass
@@ -51,6 +55,11 @@ class CDBGenerationMixin(GenerationMixin):
         """
         if cdb is not None:
             kwargs["cdb"] = cdb
+        if kwargs.get("cache_implementation") == "paged":
+            raise ValueError(
+                "cache_implementation='paged' has one entry per layer, but a looped model needs one per loop and "
+                "layer. Generate with cdb=True, which schedules requests as they come, or leave it out."
+            )
         if self._wants_cdb(cdb, kwargs.get("generation_config")):
             _refuse_arguments(kwargs)
         return super().generate(*args, **kwargs)
@@ -70,6 +79,9 @@ class CDBGenerationMixin(GenerationMixin):
 
     def _prepare_generation_config(self, generation_config, **kwargs):
         cdb = kwargs.pop("cdb", None)
+        for name in _SCALARS:
+            if isinstance(kwargs.get(name), torch.Tensor) and kwargs[name].numel() == 1:
+                kwargs[name] = kwargs[name].item()
         generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         if cdb is None:
             cdb = getattr(generation_config, "cdb", None)
@@ -111,12 +123,12 @@ class CDBGenerationMixin(GenerationMixin):
 
     def _get_stopping_criteria(self, generation_config, stopping_criteria=None, tokenizer=None, **kwargs):
         end = getattr(tokenizer, "eos_token_id", None)
-        ids = generation_config.eos_token_id
-        ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        ids = generation_config._eos_token_tensor
+        ids = [] if ids is None else ids.flatten().tolist()
         if end is not None and end not in ids:
             logger.warning_once(
                 f"The tokenizer ends a sequence with {tokenizer.eos_token!r} (id {end}), but generation stops at "
-                f"eos_token_id={generation_config.eos_token_id} only. Pass eos_token_id={[*ids, end]}, or set it in "
+                f"eos_token_id={ids} only. Pass eos_token_id={[*ids, end]}, or set it in "
                 "model.generation_config."
             )
         return super()._get_stopping_criteria(generation_config, stopping_criteria, tokenizer=tokenizer, **kwargs)
@@ -224,8 +236,6 @@ def _take_official_arguments(config: CDBConfig, adapter: LoopAdapter, model_kwar
     Raises:
         ValueError: a keyword contradicts a setting, or asks for something that stopping early cannot give.
     """
-    import dataclasses
-
     wanted: dict[str, tuple[str, Any]] = {}
     if model_kwargs.get("exit_threshold") is not None:
         wanted["exit_threshold"] = ("exit_threshold", model_kwargs.pop("exit_threshold"))

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hf_cdb.models.ouro.exit_distribution import ExitGate, exit_probabilities, exit_steps
+from hf_cdb.models.ouro.exit_distribution import ExitGate, exit_probabilities, first_step_reaching
 
 
 def test_probabilities_by_hand():
@@ -14,7 +14,7 @@ def test_probabilities_by_hand():
 
 def test_one_loop_takes_everything():
     assert exit_probabilities(torch.tensor([[-3.0]])).tolist() == [[1.0]]
-    assert exit_steps(torch.tensor([[1.0]]), 0.5).tolist() == [0]
+    assert first_step_reaching(torch.tensor([[1.0]]), 0.5).tolist() == [0]
 
 
 @pytest.mark.parametrize(
@@ -22,15 +22,15 @@ def test_one_loop_takes_everything():
 )
 def test_steps_by_hand(threshold, step):
     pdf = torch.tensor([[0.2, 0.4, 0.3, 0.1]], dtype=torch.float64)
-    assert exit_steps(pdf, threshold).tolist() == [step]
+    assert first_step_reaching(pdf, threshold).tolist() == [step]
 
 
 def test_threshold_one_ignores_probabilities_that_round_up_to_one():
     """L-02: in float32 the first probability already is exactly 1."""
     pdf = exit_probabilities(torch.tensor([[40.0, 0.0, 0.0, 0.0]]))
     assert pdf[0, 0] == 1.0
-    assert exit_steps(pdf, 1.0).tolist() == [3]
-    assert exit_steps(pdf, 0.999).tolist() == [0]
+    assert first_step_reaching(pdf, 1.0).tolist() == [3]
+    assert first_step_reaching(pdf, 0.999).tolist() == [0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -39,7 +39,7 @@ def test_gate_computes_in_float32(dtype):
     state = torch.randn(2, 3, 8).to(dtype)
     logits = gate(state)
     assert logits.dtype == torch.float32
-    assert logits.shape == (2, 3)
+    assert logits.shape == (2, 3, 1)
     by_hand = state.float() @ gate.weight.float().T + gate.bias.float()
-    assert logits.allclose(by_hand[..., 0], atol=1e-6)
+    assert logits.allclose(by_hand, atol=1e-6)
     assert gate.double()(state.double()).dtype == torch.float64

@@ -38,7 +38,7 @@ class OuroAdapter(LoopAdapter):
         return self.model.coda(state)
 
     def gate_logits(self, state):
-        return self.model.model.early_exit_gate(state)
+        return self.model.model.early_exit_gate(state).squeeze(-1)
 
     def parameter_counts(self):
         body = self.model.model

@@ -36,10 +36,11 @@ def eager_attention(
     groups = module.num_key_value_groups
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scores = (query @ key.transpose(-1, -2)) * scaling
+    scores = at_least_float32((query @ key.transpose(-1, -2)) * scaling)
     if attention_mask is not None:
+        # In half precision a score below zero and the lowest number of the mask would add up to -inf.
         scores = scores + attention_mask
-    weights = at_least_float32(scores).softmax(dim=-1).to(query.dtype)
+    weights = scores.softmax(dim=-1).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights
 

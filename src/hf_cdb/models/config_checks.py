@@ -1,16 +1,61 @@
 """Checks of configuration values that both models share. They raise plain ValueErrors."""
 
+import math
 from typing import Any
 
-__all__ = ["check_choice", "check_divides", "check_heads", "check_positive", "take_aliases"]
+__all__ = [
+    "check_choice",
+    "check_divides",
+    "check_heads",
+    "check_integers",
+    "check_number",
+    "check_rotary",
+    "take_aliases",
+]
 
 
-def check_positive(config: Any, *names: str, minimum: int = 1) -> None:
+def check_integers(config: Any, *names: str, minimum: int = 1) -> None:
     """Refuse attributes `names` that are not integers of at least `minimum`."""
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ValueError(f"{name}={value!r}: {type(config).__name__} needs an integer of at least {minimum} here.")
+
+
+def check_number(config: Any, name: str, low: float, high: float = math.inf, above: bool = False) -> None:
+    """Refuse an attribute that is no finite number from `low` (with `above`: above it) to `high`."""
+    value = getattr(config, name)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not (value > low if above else value >= low) or value > high:
+        least = f"above {low}" if above else f"of at least {low}"
+        most = f" and at most {high}" if high < math.inf else ""
+        raise ValueError(f"{name}={value!r}: {type(config).__name__} needs a finite number {least}{most} here.")
+
+
+def check_rotary(config: Any) -> None:
+    """Complete `config.rope_parameters`, and refuse what no rotary embedding can be made from."""
+    settings = config.rope_parameters
+    kind = settings.setdefault("rope_type", settings.get("type") or "default")
+    theta = settings.get("rope_theta")
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
+        raise ValueError(
+            f"rope_parameters={settings!r}: rope_theta has to be a positive number. Give it beside the other settings."
+        )
+    if kind == "default":
+        return
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # imports torch
+
+    if kind not in ROPE_INIT_FUNCTIONS:
+        raise ValueError(
+            f"rope_parameters={settings!r}: rope_type is none of default, {', '.join(ROPE_INIT_FUNCTIONS)}."
+        )
+    try:
+        ROPE_INIT_FUNCTIONS[kind](config, None)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"rope_parameters={settings!r} does not work: {type(error).__name__}: {error}. See Transformers' "
+            f"documentation of the rotary embedding {kind!r} for the settings it needs."
+        ) from error
 
 
 def check_divides(config: Any, whole: str, part: str) -> None:

@@ -1,22 +1,17 @@
-"""What both forward passes do with their arguments before the first layer: check, complete, convert."""
+"""Tokens, positions and masks of both forward passes: checked, completed, converted."""
 
-import difflib
 import functools
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
-from transformers.utils import TransformersKwargs
 
 from .loop_slots import cache_length
 
-__all__ = ["accepts_past_key_values", "check_forward_kwargs", "embed_inputs", "resolve_mask", "resolve_positions"]
-
-# generate hands its tokenizers to the decoding loop, which passes on what it does not know.
-_FROM_GENERATE = {"tokenizer", "assistant_tokenizer"}
-_KNOWN_KWARGS = frozenset(TransformersKwargs.__annotations__) | {"return_dict", "shift_labels"} | _FROM_GENERATE
+__all__ = ["accepts_past_key_values", "embed_inputs", "resolve_mask", "resolve_positions"]
 
 
 def accepts_past_key_values(forward):
@@ -34,35 +29,11 @@ def accepts_past_key_values(forward):
                     "cache and past_key_values are two different objects, but they are two names of one argument. "
                     "Pass `cache` only."
                 )
-            kwargs["cache"] = old if old is not None else kwargs.get("cache")
+            if old is not None:
+                kwargs["cache"] = old
         return forward(self, *args, **kwargs)
 
     return wrapped
-
-
-def check_forward_kwargs(model: nn.Module, kwargs: dict[str, Any], named: tuple[str, ...] = ()) -> None:
-    """Refuse keyword arguments that nothing downstream reads.
-
-    Args:
-        model: for the message; its config tells whether attention weights can be returned.
-        kwargs: what the forward caught in `**kwargs`.
-        named: the forward's own arguments, to suggest the one that was meant.
-
-    Raises:
-        TypeError: an unknown name.
-        ValueError: `output_attentions` with an implementation that has no weights to return.
-    """
-    for name in kwargs:
-        if name not in _KNOWN_KWARGS:
-            near = difflib.get_close_matches(name, [*named, *_KNOWN_KWARGS], n=1)
-            hint = f" Did you mean `{near[0]}`?" if near else ""
-            raise TypeError(f"{type(model).__name__}.forward got an unexpected keyword argument `{name}`.{hint}")
-    implementation = model.config._attn_implementation
-    if (kwargs.get("output_attentions") or model.config.output_attentions) and implementation != "eager":
-        raise ValueError(
-            f"output_attentions=True: the attention implementation {implementation!r} never forms the weights. Load "
-            "the model with `attn_implementation='eager'`, or call `model.set_attn_implementation('eager')`."
-        )
 
 
 def embed_inputs(
@@ -76,6 +47,14 @@ def embed_inputs(
     if (input_ids is None) == (inputs_embeds is None):
         given = "both" if input_ids is not None else "none"
         raise ValueError(f"input_ids and inputs_embeds: {given} given, but exactly one is needed.")
+    name = "inputs_embeds" if input_ids is None else "input_ids"
+    given = inputs_embeds if input_ids is None else input_ids
+    if not isinstance(given, torch.Tensor):
+        raise ValueError(f"{name} is a {type(given).__name__}, but a tensor is needed: `torch.tensor(...)`.")
+    if given.numel() == 0:
+        raise ValueError(
+            f"{name} has shape {tuple(given.shape)}: there is no token in it. Give every row at least one."
+        )
     if input_ids is not None:
         if input_ids.ndim != 2 or input_ids.is_floating_point():
             raise ValueError(
@@ -138,10 +117,16 @@ def resolve_mask(
     """
     if attention_mask is None:
         return create_causal_mask(config, embeds, None, cache, position_ids=position_ids)
-    if isinstance(attention_mask, dict):
+    if isinstance(attention_mask, dict) and "full_attention" in attention_mask:
         attention_mask = attention_mask["full_attention"]
-    if not isinstance(attention_mask, torch.Tensor):
+        if attention_mask is None:
+            return None
+    if isinstance(attention_mask, BlockMask):
         return attention_mask
+    if not isinstance(attention_mask, torch.Tensor):
+        raise ValueError(
+            f"attention_mask is a {type(attention_mask).__name__}, but a tensor is needed, 2-D or 4-D, or a `BlockMask`."
+        )
     if attention_mask.ndim == 2:
         _check_padding_mask(attention_mask, embeds, cache)
         return create_causal_mask(config, embeds, attention_mask.bool(), cache, position_ids=position_ids)
@@ -156,14 +141,15 @@ def resolve_mask(
 def _check_padding_mask(mask: torch.Tensor, embeds: torch.Tensor, cache: Cache | None) -> None:
     batch, length = embeds.shape[:2]
     past = cache_length(cache)
-    # The length of a static cache lives on the device; there the mask is sized by generate itself.
-    wrong_length = isinstance(past, int) and mask.shape[1] != past + length
-    if mask.shape[0] != batch or wrong_length:
-        held = f" onto {past} cached ones" if isinstance(past, int) and past else ""
-        total = past + length if isinstance(past, int) else "cached + new"
+    if isinstance(past, torch.Tensor):
+        if torch.compiler.is_compiling():
+            return  # reading the length of a static cache off the device would break the graph
+        past = int(past)
+    if mask.shape != (batch, past + length):
+        held = f" onto {past} cached ones" if past else ""
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)}, but {batch} rows of {length} tokens{held} are given: it "
-            f"needs [{batch}, {total}], the cached positions included."
+            f"needs [{batch}, {past + length}], the cached positions included."
         )
     if mask.is_floating_point() and not ((mask == 0) | (mask == 1)).all():
         raise ValueError(
@@ -200,4 +186,5 @@ def _convert_prepared_mask(
         # Added, not read as truth: True alone would raise the score of a kept key by one.
         zero = torch.zeros((), dtype=embeds.dtype, device=embeds.device)
         return torch.where(mask.to(embeds.device), zero, torch.finfo(embeds.dtype).min)
-    return mask.to(device=embeds.device, dtype=embeds.dtype)
+    # A narrower dtype would turn a large negative number into -inf, and a row of nothing but -inf into no number.
+    return mask.to(embeds.device).clamp(min=torch.finfo(embeds.dtype).min).to(embeds.dtype)

@@ -15,7 +15,9 @@ def cache_length(cache: Cache | None):
     return 0 if cache is None else cache.get_seq_length()
 
 
-def prepare_loop_slots(cache: Cache, first_core_slot: int, core_layers: int, loops: int, built_with: int) -> None:
+def prepare_loop_slots(
+    cache: Cache, batch: int, first_core_slot: int, core_layers: int, loops: int, built_with: int
+) -> None:
     """Give `cache` a slot for every core layer and loop, and check that all of them hold the same past.
 
     Slots below `first_core_slot` belong to layers outside the loop; the slot of core layer l in loop t (from 0) is
@@ -23,16 +25,29 @@ def prepare_loop_slots(cache: Cache, first_core_slot: int, core_layers: int, loo
 
     Args:
         cache: a cache of full-attention layers: dynamic (with or without config), offloaded or static.
-        loops: loops that the coming forward runs.
+        batch: rows of the coming forward.
+        loops: loops that it runs.
         built_with: number of layers that a cache made from the model's config has.
 
     Raises:
-        ValueError: `cache` is no decoder cache of this model, or was filled at another number of loops.
+        ValueError: `cache` is no decoder cache of this model, or was filled with another number of rows or loops.
     """
     if isinstance(cache, EncoderDecoderCache) or not isinstance(cache, Cache):
         raise ValueError(
             f"cache={type(cache).__name__} cannot hold keys and values per loop: a looped model needs a decoder "
             "`Cache` with a list of layers. Pass `DynamicCache(config=model.config)`, or none and `use_cache=True`."
+        )
+    other = [layer for layer in cache.layers if not isinstance(layer, CacheLayerMixin) or layer.is_sliding]
+    if other:
+        raise ValueError(
+            f"cache has layers of type {type(other[0]).__name__}, which forget positions, but every layer of this "
+            "model attends to all of them. Pass `DynamicCache(config=model.config)`."
+        )
+    filled = [layer.keys for layer in cache.layers[:1] if layer.is_initialized and layer.keys.numel()]
+    if filled and len(filled[0]) != batch:
+        raise ValueError(
+            f"cache holds {len(filled[0])} rows, but the input has {batch}. Pass a cache that was filled with the same "
+            "rows; `cache.batch_repeat_interleave` repeats them."
         )
     needed = first_core_slot + core_layers * loops
     if cache.layer_class_to_replicate is None:

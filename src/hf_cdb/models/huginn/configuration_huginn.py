@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..config_checks import check_choice, check_divides, check_heads, check_positive, take_aliases
+from ..config_checks import check_choice, check_divides, check_heads, check_integers, check_number, take_aliases
 
 __all__ = ["HuginnConfig"]
 
@@ -42,7 +42,8 @@ class HuginnConfig(PreTrainedConfig):
         init_seed: default seed of that state.
 
     The other published keys name variants of the architecture. One value of each is supported, the published one;
-    they are kept for the published class to read.
+    they are kept for the published class to read, and so are `activation_checkpoint_impl` and
+    `test_time_noise_type`, which nothing here depends on.
 
     Raises:
         ValueError: a value that cannot work, with the reason.
@@ -105,11 +106,11 @@ class HuginnConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         take_aliases(self, kwargs)
         sections = ("n_layers_in_prelude", "n_layers_in_recurrent_block", "n_layers_in_coda")
-        check_positive(self, "n_embd", "n_heads", "vocab_size", "padding_multiple", "mean_recurrence")
-        check_positive(self, *sections, minimum=0)
+        check_integers(self, "n_embd", "n_heads", "vocab_size", "padding_multiple", "mean_recurrence")
+        check_integers(self, *sections, minimum=0)
         layers = sum(getattr(self, name) for name in sections)
         self.n_layers = layers if self.n_layers is None else self.n_layers
-        self.num_key_value_heads = self.num_key_value_heads or self.n_heads
+        self.num_key_value_heads = self.n_heads if self.num_key_value_heads is None else self.num_key_value_heads
         if self.head_dim is None:
             check_divides(self, "n_embd", "n_heads")
             self.head_dim = self.n_embd // self.n_heads
@@ -118,14 +119,15 @@ class HuginnConfig(PreTrainedConfig):
         if self.effective_expected_depth is None:
             outside = self.n_layers_in_prelude + self.n_layers_in_coda
             self.effective_expected_depth = outside + self.n_layers_in_recurrent_block * self.mean_recurrence
-        if self.init_values is None:
-            std = math.sqrt(2 / (5 * self.n_embd))
-            self.init_values = {
-                "std": std,
-                "embedding": std,
-                "out_proj": std / math.sqrt(2 * self.effective_expected_depth),
-                "embed_scale": math.sqrt(self.n_embd),
-            }
+        check_integers(self, "effective_expected_depth")
+        std = math.sqrt(2 / (5 * self.n_embd))
+        self.init_values = {
+            "std": std,
+            "embedding": std,
+            "out_proj": std / math.sqrt(2 * self.effective_expected_depth),
+            "embed_scale": math.sqrt(self.n_embd),
+            **(self.init_values or {}),
+        }
         self._take_rope_parameters(kwargs)
         super().__post_init__(**kwargs)
         self.validate_architecture()
@@ -139,11 +141,16 @@ class HuginnConfig(PreTrainedConfig):
                     f"{name}={given!r}: Huginn has the plain rotary embedding only, which its file format has no field "
                     "to change. Set rope_base, or leave this out."
                 )
-            self.rope_base = given.get("rope_theta", self.rope_base)
+            theta = given.get("rope_theta", self.rope_base)
+            if self.rope_base not in (theta, type(self).rope_base):
+                raise ValueError(
+                    f"rope_base={self.rope_base} and {name}={given!r} contradict each other. Give one of them."
+                )
+            self.rope_base = theta
 
     def validate_architecture(self) -> None:
         """Raise a ValueError for values that no Huginn model can be built from."""
-        check_positive(
+        check_integers(
             self,
             "n_embd",
             "n_heads",
@@ -157,7 +164,7 @@ class HuginnConfig(PreTrainedConfig):
             "mean_recurrence",
             "mean_backprop_depth",
         )
-        check_positive(self, "n_layers_in_prelude", "n_layers_in_coda", minimum=0)
+        check_integers(self, "n_layers_in_prelude", "n_layers_in_coda", minimum=0)
         check_heads(self)
         layers = self.n_layers_in_prelude + self.n_layers_in_recurrent_block + self.n_layers_in_coda
         if self.n_layers != layers:
@@ -175,8 +182,11 @@ class HuginnConfig(PreTrainedConfig):
                 f"padded_vocab_size={self.padded_vocab_size} is less than vocab_size={self.vocab_size}: the last "
                 "tokens would have no embedding. Leave padded_vocab_size out."
             )
-        if not self.init_scale >= 0:
-            raise ValueError(f"init_scale={self.init_scale!r} is no scale: choose 0 (start at zero) or more.")
+        check_number(self, "rope_base", 0, above=True)
+        check_number(self, "norm_eps", 0)
+        check_number(self, "init_scale", 0)
+        if isinstance(self.init_seed, bool) or not isinstance(self.init_seed, int):
+            raise ValueError(f"init_seed={self.init_seed!r} is no seed: choose an integer.")
         variant = "it names another variant of the architecture, of which no checkpoint is published."
         check_choice(self, "bias", (False,), variant)
         check_choice(self, "block_class_name", ("SandwichBlock",), variant)
@@ -185,6 +195,9 @@ class HuginnConfig(PreTrainedConfig):
         check_choice(self, "nonlin_name", ("SiLU",), variant)
         check_choice(self, "injection_type", ("linear",), variant)
         check_choice(self, "state_init", ("like-init",), variant)
+        check_choice(self, "architecture_class_name", ("RecurrentGPT",), variant)
+        check_choice(self, "init_strategy", ("takase",), variant)
+        check_choice(self, "init_orthogonal", (False,), variant)
         check_choice(self, "sampling_scheme", ("poisson-lognormal-filling",), variant)
         check_choice(self, "test_time_noise", (0,), "noise in every loop would make a cached pass unrepeatable.")
 

@@ -15,8 +15,9 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ...generation import CDBGenerationMixin
+from ..arguments import as_number, check_forward_kwargs, check_labels
 from ..attention import attend
-from ..inputs import accepts_past_key_values, check_forward_kwargs, embed_inputs, resolve_mask, resolve_positions
+from ..inputs import accepts_past_key_values, embed_inputs, resolve_mask, resolve_positions
 from ..loop_slots import prepare_loop_slots
 from ..norm import LoopRMSNorm
 from ..pretrained import LoopedPreTrainedModel
@@ -237,13 +238,16 @@ class RavenForCausalLM(CDBGenerationMixin, HuginnPreTrainedModel):
             init_seed: an integer, or int64 `[batch]`, one per row, or `[batch, positions]`; default
                 `config.init_seed`.
         """
-        scale = self.config.init_scale if init_scale is None else init_scale
-        if not scale >= 0:
+        scale = as_number("init_scale", self.config.init_scale if init_scale is None else init_scale)
+        if scale < 0:
             raise ValueError(f"init_scale={init_scale!r} is no scale: choose 0 (start at zero) or more.")
         if scale == 0:
             return torch.zeros_like(embeds)
         seed = self.config.init_seed if init_seed is None else init_seed
-        seeds = torch.as_tensor(seed, dtype=torch.long, device=embeds.device)
+        seeds = torch.as_tensor(seed, device=embeds.device)
+        if seeds.is_floating_point() or seeds.dtype == torch.bool:
+            raise ValueError(f"init_seed={init_seed!r} is no seed: pass an integer, or a tensor of them, one per row.")
+        seeds = seeds.long()
         seeds = seeds if seeds.ndim == 2 else seeds.reshape(-1, 1)
         if seeds.shape[0] not in (1, embeds.shape[0]) or seeds.shape[1] not in (1, embeds.shape[1]):
             raise ValueError(
@@ -341,6 +345,7 @@ class RavenForCausalLM(CDBGenerationMixin, HuginnPreTrainedModel):
             TypeError: an unknown keyword argument.
         """
         check_forward_kwargs(self, kwargs, ("num_steps", "init_scale", "init_seed", "input_states", "cache", "labels"))
+        check_labels(labels, input_ids, inputs_embeds, logits_to_keep)
         if num_steps is not None:
             without_gradient, with_gradient = parse_num_steps(num_steps)
         elif self.training and labels is not None:
@@ -354,7 +359,8 @@ class RavenForCausalLM(CDBGenerationMixin, HuginnPreTrainedModel):
             cache = DynamicCache(config=self.config)
         if cache is not None:
             core = self.transformer.core_block
-            prepare_loop_slots(cache, core[0].attn.layer_idx, len(core), loops, built_with=self.config.n_layers)
+            first = core[0].attn.layer_idx
+            prepare_loop_slots(cache, len(embeds), first, len(core), loops, built_with=self.config.n_layers)
         position_ids = resolve_positions(embeds, attention_mask, position_ids, cache)
         layer_inputs = {
             "attention_mask": resolve_mask(self.config, embeds, attention_mask, position_ids, cache),
@@ -400,9 +406,15 @@ class RavenForCausalLM(CDBGenerationMixin, HuginnPreTrainedModel):
         return input_states.to(device=embeds.device, dtype=embeds.dtype)
 
     def _prepare_generation_config(self, *args, **kwargs):
-        # generate repeats tensors with the rows of beams and num_return_sequences, and a scalar has no rows.
         if kwargs.get("num_steps") is not None:
             kwargs["num_steps"] = sum(parse_num_steps(kwargs["num_steps"]))
-        if isinstance(kwargs.get("init_seed"), torch.Tensor) and kwargs["init_seed"].ndim == 0:
-            kwargs["init_seed"] = int(kwargs["init_seed"])
         return super()._prepare_generation_config(*args, **kwargs)
+
+    def state_dict(self, *args, **kwargs) -> dict[str, Any]:
+        """As always; the published table is kept as narrow as it was loaded, so that saving keeps its bits."""
+        state = super().state_dict(*args, **kwargs)
+        for key in [key for key in state if key.endswith("freqs_cis")]:
+            narrow = state[key].to(self.dtype)
+            if not narrow.is_meta and torch.equal(narrow.to(state[key].dtype), state[key]):
+                state[key] = narrow
+        return state

@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..config_checks import check_choice, check_divides, check_heads, check_positive
+from ..config_checks import check_choice, check_divides, check_heads, check_integers, check_number, check_rotary
 
 __all__ = ["OuroConfig"]
 
@@ -12,8 +12,8 @@ __all__ = ["OuroConfig"]
 class OuroConfig(PreTrainedConfig):
     """Sizes and exit settings of an Ouro model. The defaults are those of Ouro-1.4B.
 
-    Takes the keys of the published `config.json`, `rope_theta` and `rope_scaling` included; Transformers' newer
-    `rope_parameters` wins over them.
+    Takes the keys of the published `config.json`, `rope_theta` and `rope_scaling` included, beside Transformers' newer
+    `rope_parameters`.
 
     Args:
         vocab_size: rows of the embedding and the head.
@@ -80,7 +80,7 @@ class OuroConfig(PreTrainedConfig):
     max_window_layers: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        check_positive(self, "hidden_size", "num_attention_heads", "num_hidden_layers")
+        check_integers(self, "hidden_size", "num_attention_heads", "num_hidden_layers")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -88,12 +88,18 @@ class OuroConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.layer_types is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
+        theta = (self.rope_parameters or {}).get("rope_theta")
+        if None not in (theta, kwargs.get("rope_theta")) and theta != kwargs["rope_theta"]:
+            raise ValueError(
+                f"rope_theta={kwargs['rope_theta']} and rope_parameters={self.rope_parameters!r} contradict each "
+                "other. Change both, or leave one out."
+            )
         super().__post_init__(**kwargs)
         self.validate_architecture()
 
     def validate_architecture(self) -> None:
         """Raise a ValueError for values that no Ouro model can be built from."""
-        check_positive(
+        check_integers(
             self,
             "vocab_size",
             "hidden_size",
@@ -106,13 +112,19 @@ class OuroConfig(PreTrainedConfig):
             "max_position_embeddings",
         )
         check_heads(self)
-        if not 0 < self.early_exit_threshold <= 1:
+        check_rotary(self)
+        check_number(self, "rms_norm_eps", 0)
+        check_number(self, "initializer_range", 0)
+        check_number(self, "exit_entropy_weight", 0)
+        check_number(self, "attention_dropout", 0, high=1)
+        check_number(self, "early_exit_threshold", 0, high=1, above=True)
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ValueError(
-                f"early_exit_threshold={self.early_exit_threshold!r} is outside (0, 1]: it is compared with a "
-                "cumulative probability. Choose 1.0 to never exit early."
+                f"pad_token_id={self.pad_token_id} has no row in an embedding of vocab_size={self.vocab_size}. Choose "
+                "an existing token, or None."
             )
         if self.early_exit_step is not None:
-            check_positive(self, "early_exit_step", minimum=0)
+            check_integers(self, "early_exit_step", minimum=0)
             if self.early_exit_step >= self.total_ut_steps:
                 raise ValueError(
                     f"early_exit_step={self.early_exit_step} does not exist: steps count from 0 and "

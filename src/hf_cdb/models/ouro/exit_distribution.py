@@ -5,11 +5,11 @@ from torch import nn
 
 from ...precision import at_least_float32
 
-__all__ = ["ExitGate", "exit_probabilities", "exit_steps"]
+__all__ = ["ExitGate", "exit_probabilities", "first_step_reaching"]
 
 
 class ExitGate(nn.Linear):
-    """Logit of leaving after this loop, `[..., width] -> [...]`, computed in at least float32.
+    """Logit of leaving after this loop, `[..., width] -> [..., 1]`, computed in at least float32, also under autocast.
 
     In half precision the probabilities that follow from it would round up to 1 before the last loop.
     """
@@ -18,8 +18,9 @@ class ExitGate(nn.Linear):
         super().__init__(width, 1)
 
     def forward(self, state: torch.Tensor) -> torch.Tensor:
-        weight, bias = at_least_float32(self.weight), at_least_float32(self.bias)
-        return nn.functional.linear(state.to(weight.dtype), weight, bias).squeeze(-1)
+        with torch.autocast(state.device.type, enabled=False):
+            weight, bias = at_least_float32(self.weight), at_least_float32(self.bias)
+            return nn.functional.linear(state.to(weight.dtype), weight, bias)
 
 
 def exit_probabilities(gate_logits: torch.Tensor) -> torch.Tensor:
@@ -40,7 +41,7 @@ def exit_probabilities(gate_logits: torch.Tensor) -> torch.Tensor:
     return started * nn.functional.pad(hazards, (0, 1), value=1.0)
 
 
-def exit_steps(pdf: torch.Tensor, threshold: float) -> torch.Tensor:
+def first_step_reaching(pdf: torch.Tensor, threshold: float) -> torch.Tensor:
     """First step, from 0, whose cumulative probability reaches `threshold`; the last step where none does.
 
     A threshold of 1 never leaves early: a cumulative probability can round up to 1 before the last step.

@@ -15,14 +15,15 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ...generation import CDBGenerationMixin
+from ..arguments import as_integer, as_number, check_forward_kwargs, check_labels
 from ..attention import attend
-from ..inputs import accepts_past_key_values, check_forward_kwargs, embed_inputs, resolve_mask, resolve_positions
+from ..inputs import accepts_past_key_values, embed_inputs, resolve_mask, resolve_positions
 from ..loop_slots import prepare_loop_slots
 from ..norm import LoopRMSNorm
 from ..pretrained import LoopedPreTrainedModel
 from ..rope import LoopRotaryEmbedding, rotate_halves
 from .configuration_ouro import OuroConfig
-from .exit_distribution import ExitGate, exit_probabilities, exit_steps
+from .exit_distribution import ExitGate, exit_probabilities, first_step_reaching
 from .objective import expected_exit_loss
 
 __all__ = ["OuroCausalLMOutput", "OuroForCausalLM", "OuroModel", "OuroModelOutput", "OuroPreTrainedModel"]
@@ -228,16 +229,15 @@ class OuroModel(OuroPreTrainedModel):
             output_loop_states: return the state after every loop.
         """
         check_forward_kwargs(self, kwargs, ("loops", "output_loop_states", "cache", "use_cache"))
-        loops = self.config.total_ut_steps if loops is None else loops
-        if not 1 <= loops <= self.config.total_ut_steps:
-            raise ValueError(
-                f"loops={loops}, but this model runs 1 to total_ut_steps={self.config.total_ut_steps} loops."
-            )
+        most = self.config.total_ut_steps
+        loops = most if loops is None else as_integer("loops", loops)
+        if not 1 <= loops <= most:
+            raise ValueError(f"loops={loops}, but this model runs 1 to total_ut_steps={most} loops.")
         state = self.prelude(input_ids, inputs_embeds)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         if cache is not None:
-            prepare_loop_slots(cache, 0, len(self.layers), loops, built_with=len(self.layers))
+            prepare_loop_slots(cache, len(state), 0, len(self.layers), loops, built_with=len(self.layers))
         position_ids = resolve_positions(state, attention_mask, position_ids, cache)
         mask = resolve_mask(self.config, state, attention_mask, position_ids, cache)
         position_embeddings = self.rotary_emb(state, position_ids=position_ids)
@@ -259,7 +259,7 @@ class OuroModel(OuroPreTrainedModel):
         return OuroModelOutput(
             last_hidden_state=state,
             cache=cache,
-            gate_logits=torch.stack(gate_logits, dim=-1),
+            gate_logits=torch.cat(gate_logits, dim=-1),
             loop_states=tuple(loop_states) or None,
         )
 
@@ -341,6 +341,7 @@ class OuroForCausalLM(CDBGenerationMixin, OuroPreTrainedModel):
             TypeError: an unknown keyword argument.
         """
         check_forward_kwargs(self, kwargs, ("exit_at_step", "exit_threshold", "use_weighted_exit", "cache", "labels"))
+        check_labels(labels, input_ids, inputs_embeds, logits_to_keep)
         asked_for_exit = exit_at_step is not None or exit_threshold is not None or use_weighted_exit
         step, threshold = self._resolve_exit(exit_at_step, exit_threshold, use_weighted_exit)
         train_exits = labels is not None and self.training and not asked_for_exit
@@ -353,6 +354,7 @@ class OuroForCausalLM(CDBGenerationMixin, OuroPreTrainedModel):
             use_cache=use_cache,
             loops=None if step is None or train_exits else step + 1,
             output_loop_states=use_weighted_exit or threshold < 1 or train_exits,
+            return_dict=True,
             **kwargs,
         )
         pdf = exit_probabilities(outputs.gate_logits)
@@ -363,13 +365,16 @@ class OuroForCausalLM(CDBGenerationMixin, OuroPreTrainedModel):
             # The head is linear, so it may follow the mean in place of preceding it.
             hidden = torch.einsum("...t,...td->...d", weights, states)
         elif threshold < 1:
-            steps = exit_steps(pdf, threshold)
+            steps = first_step_reaching(pdf, threshold)
             states = self._kept_states(outputs, logits_to_keep)
             kept_steps = slice_logits_to_keep(steps[..., None], logits_to_keep)[..., None]
             hidden = states.gather(-2, kept_steps.expand(*kept_steps.shape[:-1], states.shape[-1])).squeeze(-2)
         else:
-            steps = exit_steps(pdf, 1.0)
-            hidden = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+            steps = first_step_reaching(pdf, 1.0)
+            state = outputs.last_hidden_state
+            if train_exits and step is not None:
+                steps, state = torch.full_like(steps, step), outputs.loop_states[step]
+            hidden = slice_logits_to_keep(state, logits_to_keep)
         logits = self.coda(hidden)
 
         loss = None
@@ -413,7 +418,8 @@ class OuroForCausalLM(CDBGenerationMixin, OuroPreTrainedModel):
         if use_weighted_exit:
             return None, 1.0
         if exit_threshold is not None:
-            if isinstance(exit_threshold, bool) or not 0 < exit_threshold <= 1:
+            exit_threshold = as_number("exit_threshold", exit_threshold)
+            if not 0 < exit_threshold <= 1:
                 raise ValueError(
                     f"exit_threshold={exit_threshold!r} is outside (0, 1]: it is compared with a cumulative "
                     "probability. Choose 1.0 to never exit early, less to exit earlier."
@@ -421,7 +427,8 @@ class OuroForCausalLM(CDBGenerationMixin, OuroPreTrainedModel):
             return None, exit_threshold
         last = self.config.total_ut_steps - 1
         if exit_at_step is not None:
-            if isinstance(exit_at_step, bool) or not isinstance(exit_at_step, int) or not 0 <= exit_at_step <= last:
+            exit_at_step = as_integer("exit_at_step", exit_at_step)
+            if not 0 <= exit_at_step <= last:
                 raise ValueError(
                     f"exit_at_step={exit_at_step!r} does not exist: steps count from 0 and this model has "
                     f"total_ut_steps={last + 1}. Choose an integer from 0 to {last}."

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from ...precision import at_least_float32
+
 __all__ = ["expected_exit_loss"]
 
 
@@ -37,7 +39,7 @@ def expected_exit_loss(
         shift_labels = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
     shift_labels = shift_labels.to(pdf.device)
     per_loop = [
-        nn.functional.cross_entropy(logits.float().flatten(0, -2), shift_labels.flatten(), reduction="none")
+        nn.functional.cross_entropy(at_least_float32(logits).flatten(0, -2), shift_labels.flatten(), reduction="none")
         for logits in loop_logits
     ]
     expected = (pdf * torch.stack(per_loop, dim=-1).view_as(pdf)).sum(-1)
