@@ -71,16 +71,16 @@ class Span:
 class _Storage:
     """One request's keys and values.
 
-    `core` is `[slots, 2 * core layers, 1, kv heads, capacity, head dim]`, `outer` the same with one slot for the
-    layers before and after the loop. Keys of layer l are at index 2 l, values at 2 l + 1.
+    `core` is `[slots, core layers, 2, 1, kv heads, capacity, head dim]`, keys before values; `outer` is the same with
+    one slot for the layers before and after the loop.
     """
 
     def __init__(self, adapter: LoopAdapter, policy: KVPolicy, capacity: int):
-        shape = (1, adapter.kv_heads, capacity, adapter.head_dim)
+        shape = (2, 1, adapter.kv_heads, capacity, adapter.head_dim)
         like = {"dtype": adapter.dtype, "device": adapter.device}
         outer = adapter.prelude_layers + adapter.coda_layers
-        self.core = torch.empty(policy.slots, 2 * adapter.core_layers, *shape, **like)
-        self.outer = torch.empty(1, 2 * outer, *shape, **like)
+        self.core = torch.empty(policy.slots, adapter.core_layers, *shape, **like)
+        self.outer = torch.empty(1, outer, *shape, **like)
 
 
 class DepthCache(Cache):
@@ -99,6 +99,7 @@ class DepthCache(Cache):
         self.adapter, self.policy = adapter, policy
         self._storage: dict[int, _Storage] = {}
         self._spans: list[Span] = []
+        self._lengths: list[int] = []
         self._views: dict[str, tuple[list, list]] = {}
         self.reads: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
@@ -129,6 +130,7 @@ class DepthCache(Cache):
     def bind(self, spans: list[Span]) -> None:
         """Address the coming calls of `update`: the tokens of the launch are these spans, one after the other."""
         self._spans = spans
+        self._lengths = [span.end - span.start for span in spans]
         self._views = {}
 
     def update(
@@ -144,12 +146,12 @@ class DepthCache(Cache):
         if section == "coda":
             layer += self.adapter.prelude_layers
         reads, writes = self._bound(section)
-        key_index, value_index = 2 * layer, 2 * layer + 1
-        lengths = [span.end - span.start for span in self._spans]
-        targets = [write[key_index] for write in writes] + [write[value_index] for write in writes]
-        sources = [*key_states.split(lengths, dim=2), *value_states.split(lengths, dim=2)]
-        torch._foreach_copy_(targets, sources)
-        self.reads = [(read[key_index], read[value_index], length) for read, length in zip(reads, lengths, strict=True)]
+        lengths = self._lengths
+        # One copy per span: keys and values lie beside each other on both sides.
+        new = torch.stack((key_states, value_states)).split(lengths, dim=3)
+        torch._foreach_copy_([write[layer] for write in writes], list(new))
+        key, value = 2 * layer, 2 * layer + 1
+        self.reads = [(read[key], read[value], length) for read, length in zip(reads, lengths, strict=True)]
         return key_states, value_states
 
     def _bound(self, section: str) -> tuple[list, list]:
@@ -160,9 +162,8 @@ class DepthCache(Cache):
             for span in self._spans:
                 storage = self._storage[span.key]
                 layers = storage.core[self.policy.slot(span.loop)] if kind == "core" else storage.outer[0]
-                read = layers.narrow(-2, 0, span.end)
-                reads.append(read.unbind(0))
-                writes.append(read.narrow(-2, span.start, span.end - span.start).unbind(0))
+                reads.append(layers.flatten(0, 1).narrow(-2, 0, span.end).unbind(0))
+                writes.append(layers.narrow(-2, span.start, span.end - span.start).unbind(0))
             self._views[kind] = reads, writes
         return self._views[kind]
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.generation import GenerationMixin, LogitsProcessorList
+from transformers.generation import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
@@ -329,7 +330,7 @@ def _make_requests(
                 prompt_embeds=prompt_embeds,
                 max_new_tokens=max_new_tokens,
                 sampler=sampler,
-                stop=_stop(stopping_criteria, sampler),
+                stop=_stop(stopping_criteria, sampler, generation_config),
                 start_options=_start_options(model_kwargs, row),
             )
         )
@@ -384,11 +385,17 @@ def _start_options(model_kwargs: dict[str, Any], row: int) -> dict[str, Any]:
     return options
 
 
-def _stop(criteria: Any, sampler: Sampler):
-    """The stock criteria on one row: its padded history, a batch of one."""
+def _stop(criteria: Any, sampler: Sampler, generation_config: Any):
+    """Whether a request ends after its last token; its length limit is its own business."""
+    end = generation_config._eos_token_tensor
+    end = set() if end is None else set(end.flatten().tolist())
+    # Stop strings look at the row's padded history, as a batch of one.
+    others = StoppingCriteriaList(c for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria)))
 
     def stop(request: Request) -> bool:
-        return bool(criteria(sampler.history(request)[None], None).item())
+        if request.tokens[-1] in end:
+            return True
+        return bool(others) and bool(others(sampler.history(request)[None], None).item())
 
     return stop
 

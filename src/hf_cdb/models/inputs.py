@@ -125,7 +125,7 @@ def resolve_mask(
         return attention_mask
     if not isinstance(attention_mask, torch.Tensor):
         raise ValueError(
-            f"attention_mask is a {type(attention_mask).__name__}, but a tensor is needed, 2-D or 4-D, or a `BlockMask`."
+            f"attention_mask is a {type(attention_mask).__name__}, but a 2-D or 4-D tensor or a `BlockMask` is needed."
         )
     if attention_mask.ndim == 2:
         _check_padding_mask(attention_mask, embeds, cache)
