@@ -1,7 +1,7 @@
-"""Attention over a `DepthCache`: one call per row, on views of its own keys and values.
+"""Attention over a `DepthCache`, whose rows have caches of different lengths at different depths.
 
-Rows of a launch have caches of different lengths at different depths. Gathering them into one padded tensor costs
-more than the attention itself; on the CPU a call per row on views is as fast as one padded batch, and needs no mask.
+Long rows are attended to one call each, on views of their own keys and values: no copy, no padding, no mask. For
+short rows the calls would cost more than the attention; they are packed beside each other and take one call together.
 """
 
 import torch
@@ -30,18 +30,42 @@ def depth_attention(
 
     Args:
         query: `[1, heads, tokens, head dim]`, the spans one after the other.
-        key, value: ignored; `depth_cache.reads` has them, the new ones included.
+        key, value: the new entries, which `depth_cache` has stored already; read for their sizes only.
         scaling: factor on the scores.
         sliding_window: a query reads the last so many positions, its own included.
 
     Returns:
         `[1, tokens, heads, head dim]`, and None for the weights.
     """
-    reads = depth_cache.reads
-    queries = query.split([length for _, _, length in reads], dim=2)
-    outputs = [_attend_span(q, k, v, scaling, sliding_window) for q, (k, v, _) in zip(queries, reads, strict=True)]
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-    return output.transpose(1, 2).contiguous(), None
+    places = depth_cache.places
+    packed = _attend_packed(query, depth_cache, scaling, sliding_window) if places.short else None
+    if packed is not None and places.short_tokens is None:
+        return packed[None], None
+    output = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
+    if packed is not None:
+        output[places.short_tokens] = packed
+    token, short = 0, set(places.short)
+    for index, span in enumerate(depth_cache.bound):
+        length = span.end - span.start
+        if index not in short:
+            own = _attend_span(query.narrow(2, token, length), *depth_cache.views(index), scaling, sliding_window)
+            output[token : token + length] = own[0].transpose(0, 1)
+        token += length
+    return output[None], None
+
+
+def _attend_packed(query: torch.Tensor, depth_cache: DepthCache, scaling: float, window: int | None) -> torch.Tensor:
+    """Attention of the short spans in one call, `[spans, heads, head dim]`."""
+    places = depth_cache.places
+    queries = query[0].transpose(0, 1)
+    if places.short_tokens is not None:
+        queries = queries[places.short_tokens]
+    keys, values = depth_cache.packed()
+    # The heads that share a key are as good as queries of it.
+    grouped = queries.reshape(len(queries), keys.shape[1], -1, keys.shape[3])
+    mask = places.packed_mask(window)
+    output = nn.functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+    return output.reshape(queries.shape)
 
 
 def _attend_span(

@@ -99,12 +99,7 @@ class Engine:
     def _prelude(self, launch: Launch) -> None:
         """New prompts and new tokens enter: embeddings, the layers before the loop, the start state."""
         rows = [self._requests[key] for key in launch.keys]
-        for row in rows:
-            if row.status == "waiting":
-                row.status = "running"
-                self.cache.allocate(row.key, row.capacity)
-                self.stats.kv_bytes = max(self.stats.kv_bytes, self.cache.core_bytes)
-                self.stats.kv_bytes_outer = max(self.stats.kv_bytes_outer, self.cache.outer_bytes)
+        self._admit([row for row in rows if row.status == "waiting"])
         spans = self._spans(rows, launch)
         positions, layer_inputs = self._address(spans)
         embeds = self.adapter.prelude(*self._inputs(rows, spans), layer_inputs)
@@ -116,6 +111,17 @@ class Engine:
             row.embeds = new_embeds if fresh else torch.cat((row.embeds, new_embeds))
             row.state = new_start if fresh else torch.cat((row.state, new_start))
         self._begin_tokens(rows, launch)
+
+    def _admit(self, rows: list[Request]) -> None:
+        """Room for the keys and values of requests that start."""
+        if not rows:
+            return
+        self.cache.reserve([row.capacity for row in rows])
+        for row in rows:
+            row.status = "running"
+            self.cache.allocate(row.key, row.capacity)
+        self.stats.kv_bytes = max(self.stats.kv_bytes, self.cache.core_bytes)
+        self.stats.kv_bytes_outer = max(self.stats.kv_bytes_outer, self.cache.outer_bytes)
 
     def _begin_tokens(self, rows: list[Request], launch: Launch) -> None:
         decoding = [index for index, row in enumerate(rows) if not row.in_prompt]

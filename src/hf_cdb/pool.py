@@ -1,0 +1,71 @@
+"""Memory for the keys and values of many requests in one tensor, handed out in segments."""
+
+import torch
+
+__all__ = ["Pool"]
+
+
+class Pool:
+    """A tensor `[layers, rows, head dim]` of which requests hold consecutive rows, the same ones in every layer.
+
+    One tensor for all requests lets a launch write the new entries of all of its rows by one indexed copy a layer.
+
+    Args:
+        layers, head_dim, dtype, device: of the tensor.
+    """
+
+    def __init__(self, layers: int, head_dim: int, dtype: torch.dtype, device: torch.device):
+        self.tensor = torch.empty(layers, 0, head_dim, dtype=dtype, device=device)
+        self._free: list[tuple[int, int]] = []  # (first row, rows), in order, never adjacent
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, all layers together."""
+        layers, _, head_dim = self.tensor.shape
+        return layers * head_dim * self.tensor.dtype.itemsize
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the whole tensor, free rows included."""
+        return self.tensor.nbytes
+
+    def allocate(self, rows: int) -> int:
+        """First row of a segment of `rows` rows; the tensor grows where no gap is large enough.
+
+        Views of the tensor taken before are of no use afterwards.
+        """
+        for index, (first, length) in enumerate(self._free):
+            if length >= rows:
+                rest = (first + rows, length - rows)
+                self._free[index : index + 1] = [rest] if rest[1] else []
+                return first
+        end = self.tensor.shape[1]
+        tail = self._free[-1][1] if self._free and sum(self._free[-1]) == end else 0
+        more = max(rows - tail, end // 4)
+        self._extend(more)
+        return self.allocate(rows)
+
+    def reserve(self, rows: int) -> None:
+        """Make room for `rows` more rows at once, so that a burst of segments grows the tensor once."""
+        room = sum(length for _, length in self._free)
+        if room < rows:
+            self._extend(rows - room)
+
+    def release(self, first: int, rows: int) -> None:
+        """Give a segment back."""
+        self._free.append((first, rows))
+        self._free.sort()
+        merged: list[tuple[int, int]] = []
+        for start, length in self._free:
+            if merged and sum(merged[-1]) == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((start, length))
+        self._free = merged
+
+    def _extend(self, rows: int) -> None:
+        layers, held, head_dim = self.tensor.shape
+        grown = self.tensor.new_empty(layers, held + rows, head_dim)
+        grown[:, :held] = self.tensor
+        self.tensor = grown
+        self.release(held, rows)
