@@ -30,7 +30,7 @@ def depth_attention(
 
     Args:
         query: `[1, heads, tokens, head dim]`, the spans one after the other.
-        key, value: the new entries, which `depth_cache` has stored already; read for their sizes only.
+        key, value: the new entries, `[1, kv heads, tokens, head dim]`, which `depth_cache` has stored already.
         scaling: factor on the scores.
         sliding_window: a query reads the last so many positions, its own included.
 
@@ -48,7 +48,10 @@ def depth_attention(
     for index, span in enumerate(depth_cache.bound):
         length = span.end - span.start
         if index not in short:
-            own = _attend_span(query.narrow(2, token, length), *depth_cache.views(index), scaling, sliding_window)
+            # What a prompt that starts here reads are its own new entries, warm in the caches of the processor.
+            whole = span.start == 0
+            read = [x.narrow(2, token, length) for x in (key, value)] if whole else depth_cache.views(index)
+            own = _attend_span(query.narrow(2, token, length), *read, scaling, sliding_window)
             output[token : token + length] = own[0].transpose(0, 1)
         token += length
     return output[None], None
@@ -60,12 +63,12 @@ def _attend_packed(query: torch.Tensor, depth_cache: DepthCache, scaling: float,
     queries = query[0].transpose(0, 1)
     if places.short_tokens is not None:
         queries = queries[places.short_tokens]
-    keys, values = depth_cache.packed()
+    both = depth_cache.packed()
     # The heads that share a key are as good as queries of it.
-    grouped = queries.reshape(len(queries), keys.shape[1], -1, keys.shape[3])
+    grouped = queries.unflatten(1, (both.shape[2], -1))
     mask = places.packed_mask(window)
-    output = nn.functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
-    return output.reshape(queries.shape)
+    output = nn.functional.scaled_dot_product_attention(grouped, both[0], both[1], attn_mask=mask, scale=scaling)
+    return output.flatten(1, 2)
 
 
 def _attend_span(

@@ -101,7 +101,8 @@ class Engine:
         rows = [self._requests[key] for key in launch.keys]
         self._admit([row for row in rows if row.status == "waiting"])
         spans = self._spans(rows, launch)
-        positions, layer_inputs = self._address(spans)
+        positions = self._positions(spans)
+        layer_inputs = self._address(spans, positions) if self.adapter.prelude_layers else {}
         embeds = self.adapter.prelude(*self._inputs(rows, spans), layer_inputs)
         start = self.adapter.start(embeds, positions, **_start_options(rows, spans, positions.device))
         lengths = [span.end - span.start for span in spans]
@@ -135,7 +136,7 @@ class Engine:
         """Every row runs one loop more, each at its own depth; then the rule looks at the rows that decode."""
         rows = [self._requests[key] for key in launch.keys]
         spans = self._spans(rows, launch)
-        _, layer_inputs = self._address(spans)
+        layer_inputs = self._address(spans, self._positions(spans))
         previous = torch.cat([_part(row, row.state, span) for row, span in zip(rows, spans, strict=True)])
         embeds = torch.cat([_part(row, row.embeds, span) for row, span in zip(rows, spans, strict=True)])
         state = self.adapter.loop(previous[None], embeds[None], layer_inputs)[0]
@@ -231,14 +232,17 @@ class Engine:
             spans.append(Span(row.key, start, end, max(depth, 1)))
         return spans
 
-    def _address(self, spans: list[Span]) -> tuple[torch.Tensor, dict]:
-        """Bind the cache to the spans; their positions `[1, tokens]` and the arguments that the stages share."""
+    def _positions(self, spans: list[Span]) -> torch.Tensor:
+        """Positions of the launch's tokens, int64 `[1, tokens]`."""
+        return self._tensor([[position for span in spans for position in range(span.start, span.end)]])
+
+    def _address(self, spans: list[Span], positions: torch.Tensor) -> dict:
+        """Bind the cache to the spans; the arguments that layers share."""
         self.cache.bind(spans)
-        positions = self._tensor([[position for span in spans for position in range(span.start, span.end)]])
-        return positions, self.adapter.layer_inputs(positions, self.cache, depth_cache=self.cache)
+        return self.adapter.layer_inputs(positions, self.cache, depth_cache=self.cache)
 
     def _run_coda(self, spans: list[Span], state: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
-        _, layer_inputs = self._address(spans)
+        layer_inputs = self._address(spans, self._positions(spans)) if self.adapter.coda_layers else {}
         logits = self.adapter.coda(state[None], layer_inputs, keep)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 

@@ -83,12 +83,13 @@ class LoopAdapter(ABC):
 
     @abstractmethod
     def layer_inputs(self, position_ids: torch.Tensor, cache: Any, **extra) -> dict[str, Any]:
-        """Keyword arguments that all stages of one launch share.
+        """Keyword arguments that all stages of one launch share; a stage without layers is given none.
 
         Args:
             position_ids: int64 `[1, tokens]`.
             cache: what the layers call `update` on.
-            **extra: handed on to the attention function, where the model's layers pass them.
+            **extra: handed on to the layers: what the attention function takes, and `attention_mask` where the caller
+                has one (dory: a dict by layer type).
         """
 
     @abstractmethod

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from .base import LoopAdapter, count_parameters, register_adapter
+from .rotary import RotaryTable
 
 __all__ = ["HuginnAdapter"]
 
@@ -22,6 +23,7 @@ class HuginnAdapter(LoopAdapter):
         self.kv_heads, self.head_dim = config.n_heads, config.head_dim
         self.vocab_size = config.padded_vocab_size
         self.full_depth = config.mean_recurrence
+        self._rotary = RotaryTable(model.rotary_emb, self.dtype)
 
     def _layout(self):
         coda = self.prelude_layers
@@ -33,9 +35,7 @@ class HuginnAdapter(LoopAdapter):
         )
 
     def layer_inputs(self, position_ids: torch.Tensor, cache: Any, **extra) -> dict[str, Any]:
-        like = torch.empty(0, dtype=self.dtype, device=position_ids.device)
-        embeddings = self.model.rotary_emb(like, position_ids=position_ids)
-        return {"position_embeddings": embeddings, "cache": cache, **extra}
+        return {"position_embeddings": self._rotary(position_ids), "cache": cache, **extra}
 
     def prelude(self, input_ids, inputs_embeds, layer_inputs):
         return self.model.prelude(input_ids, inputs_embeds, **layer_inputs)

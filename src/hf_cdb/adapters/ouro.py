@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from .base import LoopAdapter, count_parameters, register_adapter
+from .rotary import RotaryTable
 
 __all__ = ["OuroAdapter"]
 
@@ -21,11 +22,10 @@ class OuroAdapter(LoopAdapter):
         self.vocab_size = config.vocab_size
         self.full_depth = config.total_ut_steps
         self.default_threshold = config.early_exit_threshold
+        self._rotary = RotaryTable(model.model.rotary_emb, self.dtype)
 
     def layer_inputs(self, position_ids: torch.Tensor, cache: Any, **extra) -> dict[str, Any]:
-        rotary = self.model.model.rotary_emb
-        like = torch.empty(0, dtype=self.dtype, device=position_ids.device)
-        return {"position_embeddings": rotary(like, position_ids=position_ids), "cache": cache, **extra}
+        return {"position_embeddings": self._rotary(position_ids), "cache": cache, **extra}
 
     def prelude(self, input_ids, inputs_embeds, layer_inputs):
         return self.model.prelude(input_ids, inputs_embeds)
