@@ -343,12 +343,32 @@ def test_reading_copies_nothing():
     for key, capacity in ((0, 6), (1, 9)):
         cache.allocate(key, capacity)
     cache.bind([Span(0, 2, 3, loop=1), Span(1, 5, 8, loop=3)])
-    new = torch.randn(1, 2, 4, 16)
-    cache.update(new, new, 1)
-    for (keys, values, length), key, end in zip(cache.reads, (0, 1), (3, 8), strict=True):
-        storage = cache._storage[key].core
-        assert keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() == storage.data_ptr()
-        assert keys.shape == (1, 2, end, 16)
-        assert length == end - (2 if key == 0 else 5)
-    assert torch.equal(cache.reads[0][0][:, :, 2], new[:, :, 0])
-    assert torch.equal(cache.reads[1][1][:, :, 5:], new[:, :, 1:])
+    new = torch.randn(2, 1, 2, 4, 16)
+    cache.update(*new, 1)
+    pool = cache._pools["core"].tensor.untyped_storage().data_ptr()
+    for index, end in enumerate((3, 8)):
+        for read in cache.views(index):
+            assert read.untyped_storage().data_ptr() == pool
+            assert read.shape == (1, 2, end, 16)
+    assert torch.equal(cache.views(0)[0][:, :, 2], new[0][:, :, 0])
+    assert torch.equal(cache.views(1)[1][:, :, 5:], new[1][:, :, 1:])
+
+
+@pytest.mark.parametrize("name", ["ouro-gqa", "huginn", "dory"])
+@pytest.mark.parametrize("most", [0, 700, 10**9])
+def test_packed_and_single_attention_agree(name, most, monkeypatch):
+    """Whichever of the two a row's length calls for: none packed, some, all."""
+    import hf_cdb.cache
+
+    model = model_of(name)
+    ids, mask = left_pad(prompts(*LENGTHS))
+    settings = {"exit_rule": "confidence", "exit_threshold": THRESHOLDS["confidence"][name], "prefill_chunk_size": 9}
+    options = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    monkeypatch.setattr(hf_cdb.cache, "PACK_BYTES", 20_000)
+    expected = model.generate(ids, attention_mask=mask, cdb=settings, **options)
+    monkeypatch.setattr(hf_cdb.cache, "PACK_BYTES", most * 10)
+    output = model.generate(ids, attention_mask=mask, cdb=settings, **options)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert torch.equal(output.exit_depths, expected.exit_depths)
+    for left, right in zip(output.logits, expected.logits, strict=True):
+        assert_close(left, right, 1e-6)

@@ -204,19 +204,25 @@ class DepthCache(Cache):
             self._places[kind] = Places(self.bound, firsts, capacities, self.adapter)
         return self._places[kind]
 
-    def fill(self, key: int, position: int, depth: int) -> None:
-        """Give the slots that the token at `position` never wrote the entry of loop `depth`, where it left."""
-        unwritten = self.policy.unwritten(depth)
-        if not unwritten:
-            return
-        segment, heads = self._segments[key], self.adapter.kv_heads
-        rows = self._pools["core"].tensor.narrow(1, segment.core, self._rows("core", segment.capacity))
-        entries = rows.view(rows.shape[0], self.policy.slots, 2 * heads, segment.capacity, -1)[:, :, :, position]
-        source = entries[:, self.policy.slot(depth), None]
-        if unwritten[-1] - unwritten[0] + 1 == len(unwritten):
-            entries[:, unwritten[0] : unwritten[-1] + 1] = source
-        else:
-            entries[:, unwritten] = source
+    def fill(self, left: list[tuple[int, int, int]]) -> None:
+        """Give the slots that a token never wrote the entry of the loop it left at, all layers and tokens at once.
+
+        Args:
+            left: for every token (request, position, depth).
+        """
+        heads, copies = 2 * self.adapter.kv_heads, []
+        for key, position, depth in left:
+            segment = self._segments[key]
+            first, slot = segment.core + position, heads * segment.capacity
+            source = first + self.policy.slot(depth) * slot
+            copies += [(first + to * slot, source, segment.capacity) for to in self.policy.unwritten(depth)]
+        if copies:
+            targets, sources, capacity = torch.tensor(copies, device=self.adapter.device).T
+            pool = self._pools["core"].tensor
+            layers = torch.arange(len(pool), device=self.adapter.device)[:, None, None] * pool.shape[1]
+            offsets = layers + torch.arange(heads, device=self.adapter.device)[:, None] * capacity
+            rows = pool.flatten(0, 1)
+            rows.index_copy_(0, (targets + offsets).flatten(), rows.index_select(0, (sources + offsets).flatten()))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Always 0: lengths differ by request, and positions come from the launch."""
@@ -235,7 +241,8 @@ class Places:
     """
 
     def __init__(self, spans: list[Span], firsts: list[int], capacities: list[int], adapter: LoopAdapter):
-        self.firsts, self.capacities, self._device = firsts, capacities, adapter.device
+        self.firsts, self.capacities = firsts, capacities
+        self._device, self._dtype = adapter.device, adapter.dtype
         self._heads = torch.arange(2 * adapter.kv_heads, device=self._device)[:, None]
         tokens = [(f + p, c) for s, f, c in zip(spans, firsts, capacities, strict=True) for p in range(s.start, s.end)]
         first, capacity = torch.tensor(tokens, device=self._device).T
@@ -263,7 +270,7 @@ class Places:
         return first[:, None, None] + heads + position[:, None]
 
     def packed_mask(self, window: int | None) -> torch.Tensor | None:
-        """bool `[short spans, 1, 1, longest]`, true at what each reads; None where that is everything.
+        """`[short spans, 1, 1, longest]`, 0 at what each reads and -inf elsewhere; None where that is everything.
 
         Args:
             window: the last so many positions only.
@@ -276,5 +283,6 @@ class Places:
                 position = torch.arange(longest, device=self._device)
                 seen = position < end
                 seen = seen if window is None else seen & (position >= end - window)
-                self._masks[window] = seen[:, None, None]
+                mask = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
+                self._masks[window] = mask.masked_fill(~seen, -torch.inf)[:, None, None]
         return self._masks[window]

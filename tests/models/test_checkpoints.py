@@ -67,6 +67,88 @@ def test_save_and_load_round_trip_bit_for_bit(name, tmp_path):
     assert torch.equal(again.eval()(ids).logits, load_golden(name)(ids).logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_round_trip_in_half_precision(name, dtype, tmp_path):
+    """A file all in half precision, and for Huginn one whose rotary table stayed in float32."""
+    tensors = load_file(DATA / name / "model.safetensors")
+    whole = {key: tensor.to(dtype) for key, tensor in tensors.items()}
+    mixed = {key: tensor if key == "freqs_cis" else tensor.to(dtype) for key, tensor in tensors.items()}
+    for number, stored in enumerate((whole, mixed)):
+        first, second = tmp_path / f"first{number}", tmp_path / f"second{number}"
+        shutil.copytree(DATA / name, first)
+        save_file(stored, first / "model.safetensors", metadata={"format": "pt"})
+        AutoModelForCausalLM.from_pretrained(first, dtype=dtype).save_pretrained(second)
+        again = load_file(second / "model.safetensors")
+        assert stored.keys() == again.keys()
+        for key, tensor in stored.items():
+            assert tensor.dtype == again[key].dtype, key
+            assert torch.equal(tensor, again[key]), key
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("make", [random_ouro, random_huginn])
+def test_more_tokens(make, tied, tmp_path):
+    model = make(tie_word_embeddings=tied)
+    ids = torch.arange(1, 9)[None]
+    before = model(ids).logits
+    model.resize_token_embeddings(60)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert again(ids).logits.shape == (1, 8, 60)
+    assert torch.equal(again(ids).logits[..., :50], before)
+
+
+def test_a_missing_rotary_table_is_made_and_reported(tmp_path):
+    shutil.copytree(DATA / "huginn-tiny", tmp_path / "without")
+    tensors = load_file(DATA / "huginn-tiny" / "model.safetensors")
+    published = tensors.pop("freqs_cis")
+    save_file(tensors, tmp_path / "without" / "model.safetensors", metadata={"format": "pt"})
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "without", output_loading_info=True)
+    assert report["missing_keys"] == {"freqs_cis"}
+    torch.testing.assert_close(model.freqs_cis, published)
+
+
+def test_fresh_huginn_weights_have_the_published_spread():
+    sizes = {"vocab_size": 500, "padding_multiple": 1, "n_embd": 200, "n_heads": 4, "intermediate_size": 300}
+    model = hf_cdb.RavenForCausalLM(hf_cdb.HuginnConfig(tie_embeddings=False, **sizes))
+    std = (2 / (5 * 200)) ** 0.5
+    block = model.transformer["core_block"][0]
+    depth = 2 + 4 * 32 + 2
+    spreads = {
+        model.transformer["wte"]: std,
+        model.transformer["adapter"]: std,
+        model.lm_head: std,
+        block.attn.Wqkv: std,
+        block.mlp.fc: std,
+        block.attn.proj: std / (2 * depth) ** 0.5,
+        block.mlp.proj: std / (2 * depth) ** 0.5,
+    }
+    for module, spread in spreads.items():
+        assert module.weight.std().item() == pytest.approx(spread, rel=0.03)
+    assert (block.attn.qk_bias == 0).all()
+
+
+def test_a_model_without_the_query_and_key_bias():
+    without, zero = random_huginn(qk_bias=False), random_huginn()
+    assert not any("qk_bias" in name for name in without.state_dict())
+    zero.load_state_dict({**zero.state_dict(), **without.state_dict()})
+    ids = torch.arange(1, 9)[None]
+    assert torch.equal(without(ids).logits, zero(ids).logits)
+    for name, parameter in zero.named_parameters():
+        if "qk_bias" in name:
+            torch.nn.init.normal_(parameter)
+    assert not torch.equal(without(ids).logits, zero(ids).logits)
+
+
+def test_configured_to_return_tuples():
+    for make in (random_ouro, random_huginn):
+        model = make(return_dict=False)
+        ids = torch.arange(1, 9)[None]
+        assert torch.equal(model(ids)[0], make()(ids).logits)
+        assert model.generate(ids, max_new_tokens=2, do_sample=False).shape == (1, 10)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("make", [random_ouro, random_huginn])
 def test_tied_and_untied_heads(make, tied, tmp_path):

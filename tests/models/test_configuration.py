@@ -35,6 +35,8 @@ def test_huginn_aliases_set_the_published_keys_and_what_follows_from_them():
     assert (config.n_embd, config.n_heads, config.head_dim, config.block_size) == (64, 4, 16, 128)
     assert (config.rope_base, config.tie_embeddings) == (1e4, False)
     assert config.init_values["embed_scale"] == 8.0
+    partial = hf_cdb.HuginnConfig(n_embd=64, n_heads=4, init_values={"std": 0.1}).init_values
+    assert (partial["std"], partial["embed_scale"]) == (0.1, 8.0)
     assert hf_cdb.HuginnConfig(rope_parameters={"rope_type": "default", "rope_theta": 7.0}).rope_base == 7.0
 
 
@@ -76,13 +78,23 @@ def test_saved_config_is_one_the_published_class_can_read(name, tmp_path):
         ({"total_ut_steps": 2.5}, ["total_ut_steps=2.5", "integer"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers=0"]),
         ({"num_attention_heads": 0}, ["num_attention_heads=0"]),
-        ({"early_exit_threshold": 0.0}, ["early_exit_threshold=0.0", "(0, 1]"]),
-        ({"early_exit_threshold": 1.2}, ["early_exit_threshold=1.2", "(0, 1]"]),
+        ({"early_exit_threshold": 0.0}, ["early_exit_threshold=0.0", "above 0"]),
+        ({"early_exit_threshold": 1.2}, ["early_exit_threshold=1.2", "at most 1"]),
         ({"early_exit_step": 4}, ["early_exit_step=4", "total_ut_steps=4"]),
         ({"early_exit_step": 1, "early_exit_threshold": 0.5}, ["early_exit_step=1", "early_exit_threshold=0.5"]),
         ({"use_sliding_window": True}, ["use_sliding_window=True"]),
         ({"num_hidden_layers": 1, "layer_types": ["full_attention"] * 2}, ["layer_types", "num_hidden_layers=1"]),
         ({"hidden_act": "sillu"}, ["hidden_act='sillu'"]),
+        ({"early_exit_threshold": "0.5"}, ["early_exit_threshold='0.5'"]),
+        ({"rms_norm_eps": -1.0}, ["rms_norm_eps=-1.0"]),
+        ({"rms_norm_eps": "x"}, ["rms_norm_eps='x'"]),
+        ({"attention_dropout": 2.0}, ["attention_dropout=2.0"]),
+        ({"exit_entropy_weight": float("nan")}, ["exit_entropy_weight=nan"]),
+        ({"pad_token_id": 99, "vocab_size": 50}, ["pad_token_id=99", "vocab_size=50"]),
+        ({"rope_theta": 0.0}, ["rope_theta", "positive"]),
+        ({"rope_parameters": {"rope_type": "foo"}}, ["rope_parameters", "'foo'", "yarn"]),
+        ({"rope_scaling": {"rope_type": "linear"}}, ["rope_parameters", "linear"]),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, ["rope_theta=10000.0", "contradict"]),
     ],
 )
 def test_ouro_values_that_cannot_work(kwargs, words):
@@ -108,6 +120,14 @@ def test_ouro_values_that_cannot_work(kwargs, words):
         ({"init_scale": -1.0}, ["init_scale=-1.0"]),
         ({"hidden_size": 64, "n_embd": 128}, ["hidden_size=64", "n_embd=128"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rope_scaling", "yarn"]),
+        ({"rope_base": 7, "rope_parameters": {"rope_theta": 9}}, ["rope_base=7", "9"]),
+        ({"rope_base": -1}, ["rope_base=-1"]),
+        ({"norm_eps": -1.0}, ["norm_eps=-1.0"]),
+        ({"init_scale": float("inf")}, ["init_scale=inf"]),
+        ({"init_seed": "a"}, ["init_seed='a'"]),
+        ({"effective_expected_depth": 0}, ["effective_expected_depth=0"]),
+        ({"num_key_value_heads": 0}, ["num_key_value_heads=0"]),
+        ({"init_strategy": "other"}, ["init_strategy='other'"]),
     ],
 )
 def test_huginn_values_that_cannot_work(kwargs, words):
@@ -121,5 +141,9 @@ def test_overrides_of_from_pretrained_are_checked_too():
 
     with pytest.raises(ValueError, match="total_ut_steps=0"):
         AutoModelForCausalLM.from_pretrained(DATA / "ouro-tiny", total_ut_steps=0)
+    with pytest.raises(ValueError, match="rope_theta"):
+        AutoModelForCausalLM.from_pretrained(DATA / "ouro-tiny", rope_parameters={"rope_type": "linear", "factor": 2.0})
+    partly = AutoModelForCausalLM.from_pretrained(DATA / "ouro-tiny", rope_parameters={"rope_theta": 1e4})
+    assert partly.model.rotary_emb.inv_freq[1] == pytest.approx(1e4 ** (-2 / 16))
     with pytest.raises(ValueError, match="mean_recurrence=-1"):
         AutoModelForCausalLM.from_pretrained(DATA / "huginn-tiny", mean_recurrence=-1)

@@ -97,6 +97,69 @@ def test_masks(model):
     )
 
 
+def test_things_that_are_no_tensors_or_hold_nothing(model):
+    refused(["input_ids", "list"], lambda: model([[1, 2]]))
+    refused(["attention_mask", "list"], lambda: model(IDS, attention_mask=[[1] * 6]))
+    refused(["attention_mask", "dict"], lambda: model(IDS, attention_mask={"sliding_attention": None}))
+    refused(["input_ids", "(1, 0)"], lambda: model(IDS[:, :0]))
+    refused(["input_ids", "(0, 6)"], lambda: model(IDS[:0]))
+
+
+def test_labels(model):
+    pair = torch.cat((IDS, IDS))
+    for training in (False, True):
+        model.train(training)
+        refused(["labels", "(6, 2)", "(2, 6)"], lambda: model(pair, labels=pair.reshape(6, 2)))
+        refused(["labels", "(1, 5)", "(1, 6)"], lambda: model(IDS, labels=IDS[:, :5]))
+        refused(["labels", "float32"], lambda: model(IDS, labels=IDS.float()))
+        refused(["logits_to_keep=2", "labels"], lambda: model(IDS, labels=IDS, logits_to_keep=2))
+
+
+@torch.no_grad()
+def test_caches_that_cannot_follow(model):
+    from transformers import DynamicCache, MistralConfig, StaticCache
+
+    sliding = DynamicCache(config=MistralConfig(num_hidden_layers=40, sliding_window=3))
+    refused(["cache", "DynamicSlidingWindowLayer", "forget"], lambda: model(IDS, cache=sliding))
+    filled = model(IDS).cache
+    refused(["cache", "1 rows", "has 2"], lambda: model(torch.cat((IDS, IDS))[:, :1], cache=filled))
+    static = StaticCache(config=model.config, max_cache_len=16)
+    model(IDS, cache=static)
+    for wrong in (1, 3, 8):
+        mask = torch.ones(1, wrong).long()
+        refused(["attention_mask", "[1, 7]"], lambda m=mask: model(IDS[:, :1], attention_mask=m, cache=static))
+    right = model(IDS[:, :1], attention_mask=torch.ones(1, 7).long(), cache=static)
+    assert (right.logits - model(IDS[:, :1], cache=filled).logits).abs().max() < 1e-4
+    refused(["cache_implementation='paged'", "cdb=True"], lambda: model.generate(IDS, cache_implementation="paged"))
+
+
+def test_numbers_of_other_libraries_and_wrong_kinds():
+    import numpy as np
+
+    ouro, huginn = random_ouro(), random_huginn()
+    assert torch.equal(ouro(IDS, exit_at_step=np.int64(1)).logits, ouro(IDS, exit_at_step=1).logits)
+    assert torch.equal(ouro(IDS, exit_threshold=torch.tensor(0.5)).logits, ouro(IDS, exit_threshold=0.5).logits)
+    refused(["exit_threshold='0.5'"], lambda: ouro(IDS, exit_threshold="0.5"))
+    refused(["loops='2'"], lambda: ouro.model(IDS, loops="2"))
+    refused(["loops=True"], lambda: ouro.model(IDS, loops=True))
+    refused(["init_seed=1.5"], lambda: huginn(IDS, init_scale=1.0, init_seed=1.5))
+    refused(["init_scale=inf"], lambda: huginn(IDS, init_scale=float("inf")))
+    refused(["init_scale='1'"], lambda: huginn(IDS, init_scale="1"))
+    options = {"max_new_tokens": 2, "num_beams": 2, "do_sample": False}
+    for name, value in (("exit_threshold", 0.5), ("exit_at_step", 1)):
+        tensor = ouro.generate(IDS, **{name: torch.tensor(value)}, **options)
+        assert torch.equal(tensor, ouro.generate(IDS, **{name: value}, **options))
+    noise = {"init_scale": torch.tensor(1.0), "init_seed": torch.tensor([3])}
+    plain = huginn.generate(torch.cat((IDS, IDS)), init_scale=1.0, init_seed=3, **options)
+    assert torch.equal(huginn.generate(torch.cat((IDS, IDS)), **noise, **options), plain)
+
+
+def test_a_cache_by_position_beside_the_older_name_left_empty(model):
+    cache = model(IDS).cache
+    positional = model(IDS[:, :1], None, None, cache, past_key_values=None)
+    assert positional.cache is cache
+
+
 def test_positions(model):
     refused(["position_ids", "(5,)", "[6]"], lambda: model(IDS, position_ids=torch.arange(5)))
     refused(["position_ids", "(2, 6)", "[1, 6]"], lambda: model(IDS, position_ids=torch.arange(6).expand(2, -1)))

@@ -87,11 +87,32 @@ def test_lora_train_save_reload_merge(family, targets, tmp_path):
 
 
 @pytest.mark.parametrize("family", RANDOM)
+def test_lora_on_every_linear_layer(family):
+    """PEFT wraps the exit gate too, whose output has to stay that of a linear layer."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules="all-linear", r=2, task_type="CAUSAL_LM", init_lora_weights=False)
+    plain = RANDOM[family]()
+    ids = torch.stack(prompts(6, 6))
+    before = plain(ids)
+    model = get_peft_model(plain, config)
+    output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+    assert output.logits.shape == before.logits.shape
+    if family == "ouro":
+        assert output.gate_logits.shape == before.gate_logits.shape == (2, 6, 4)
+        assert not torch.equal(output.gate_logits, before.gate_logits)
+        options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+        assert model.generate(input_ids=ids, exit_threshold=0.5, **options).shape == (2, 9)
+        assert model.generate(input_ids=ids, cdb={"exit_threshold": 0.5}, **options).shape == (2, 9)
+
+
+@pytest.mark.parametrize("family", RANDOM)
 @torch.no_grad()
 def test_compiled_forward(family):
     model = RANDOM[family](**({"total_ut_steps": 2} if family == "ouro" else {"mean_recurrence": 2}))
     ids = prompts(7)[0][None]
-    compiled = torch.compile(model, fullgraph=False)
+    compiled = torch.compile(model, fullgraph=True)
     assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits, 1e-4)
 
 

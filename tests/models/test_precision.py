@@ -81,6 +81,42 @@ def test_norm_by_hand_and_beyond_the_range_of_float16():
     torch.testing.assert_close(large, norm.weight[None])
 
 
+def test_statistics_of_the_norm_are_float32():
+    torch.manual_seed(0)
+    x = torch.randn(4, 512).bfloat16()
+    norm = LoopRMSNorm(512, eps=1e-6).bfloat16()
+    wide = x.float()
+    exact = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16()
+    assert torch.equal(norm(x), exact)
+
+
+def test_softmax_of_eager_attention_is_float32():
+    from hf_cdb.models.attention import eager_attention
+
+    torch.manual_seed(0)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 1
+    query, key, value = torch.randn(3, 1, 2, 5, 16).bfloat16()
+    _, weights = eager_attention(module, query, key, value, None, scaling=0.25)
+    scores = (query @ key.transpose(-1, -2)) * 0.25
+    assert torch.equal(weights, scores.float().softmax(-1).bfloat16())
+
+
+def test_attention_dropout_drops_in_training_only():
+    model = random_ouro(attention_dropout=0.5)
+    ids = prompts(9)[0][None]
+    assert torch.equal(model(ids).logits, random_ouro()(ids).logits)
+    model.train()
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_gate_under_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        output = load_family("ouro")(prompts(12, vocab=256)[0][None])
+    assert output.gate_logits.dtype == output.exit_pdf.dtype == torch.float32
+    torch.testing.assert_close(output.exit_pdf.sum(-1), torch.ones(1, 12))
+
+
 def test_rotations_by_hand():
     config = random_ouro(hidden_size=4, num_attention_heads=1, rope_parameters={"rope_theta": 100.0}).config
     rotary = LoopRotaryEmbedding(config)
@@ -110,6 +146,15 @@ def test_scaled_rotary_embeddings_of_ouro(scaling):
     ids = prompts(9)[0][None]
     plain = random_ouro(rope_theta=1e4, max_position_embeddings=64)(ids).logits
     assert (torch.equal(model(ids).logits, plain)) is (scaling["rope_type"] == "dynamic")
+    rotary = model.model.rotary_emb
+    if scaling["rope_type"] == "yarn":
+        cos, _ = rotary(torch.zeros(1), torch.tensor([[0]]))
+        assert rotary.attention_scaling != 1
+        assert torch.equal(cos, torch.full_like(cos, rotary.attention_scaling))
+    if scaling["rope_type"] == "dynamic":
+        before = rotary.inv_freq.clone()
+        model(prompts(100)[0][None])
+        assert not torch.equal(rotary.inv_freq, before)
     if scaling["rope_type"] == "linear":
         halved = random_ouro(rope_theta=1e4)(ids, position_ids=torch.arange(9) * 0.5)
         assert_close(model(ids).logits, halved.logits, 1e-4)

@@ -79,6 +79,57 @@ def test_objective_of_ouro_reaches_the_gate_and_needs_no_exit_argument():
     assert_close(fixed.loss, torch.nn.functional.cross_entropy(logits, BATCH[:, 1:].flatten()), 1e-5)
 
 
+def test_the_config_s_entropy_weight_counts():
+    losses = [random_ouro(exit_entropy_weight=weight).train()(BATCH, labels=BATCH).loss.item() for weight in (0.0, 0.2)]
+    pdf = random_ouro()(BATCH).exit_pdf[:, :-1]
+    assert losses[0] - losses[1] == pytest.approx(0.2 * torch.special.entr(pdf).sum(-1).mean().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("family", RANDOM)
+def test_items_of_the_whole_batch_divide_the_loss(family, training):
+    """Gradient accumulation: the sum over the predicted tokens by a divisor of the trainer's."""
+    kwargs = {"num_steps": 3} if family == "huginn" else {}
+    model = RANDOM[family]().train(training)
+    mean = model(BATCH, labels=BATCH, **kwargs).loss
+    items = torch.tensor(100)
+    assert_close(model(BATCH, labels=BATCH, num_items_in_batch=items, **kwargs).loss, mean * 4 * 11 / 100, 1e-5)
+    shifted = torch.nn.functional.pad(BATCH[:, 1:], (0, 1), value=-100)
+    other = torch.full_like(BATCH, -100)
+    assert_close(model(BATCH, labels=other, shift_labels=shifted, **kwargs).loss, mean, 1e-5)
+
+
+def test_a_fixed_step_of_the_config_holds_in_training():
+    output = random_ouro(early_exit_step=1).train()(BATCH, labels=BATCH)
+    assert torch.equal(output.logits, random_ouro()(BATCH, exit_at_step=1).logits)
+    assert (output.exit_steps == 1).all()
+
+
+def test_training_draws_its_loops_and_truncates_at_the_configured_depth(monkeypatch):
+    model = random_huginn(mean_recurrence=6, mean_backprop_depth=2).train()
+    seen = []
+    loop = type(model).loop
+
+    def counting(self, *args, **kwargs):
+        seen.append(torch.is_grad_enabled())
+        return loop(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "loop", counting)
+    counts = []
+    for seed in range(12):
+        seen.clear()
+        torch.manual_seed(seed)
+        expected = sample_num_steps(6, 2)
+        torch.manual_seed(seed)
+        model(BATCH, labels=BATCH, use_cache=False)
+        assert seen == [False] * expected[0] + [True] * expected[1]
+        counts.append(len(seen))
+    assert len(set(counts)) > 3
+    seen.clear()
+    model.eval()(BATCH, labels=BATCH)
+    assert len(seen) == 6
+
+
 def test_labels_may_be_masked():
     for family, make in RANDOM.items():
         labels = BATCH.clone()

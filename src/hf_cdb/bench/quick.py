@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, help="requests (default 8 W)")
     parser.add_argument("--prompt", type=int, default=8, help="tokens of a prompt (default 8)")
     parser.add_argument("--new", type=int, default=32, help="new tokens of a request (default 32)")
+    parser.add_argument("--coda", type=int, help="min_coda_batch of the cdb systems (default W / 4)")
     parser.add_argument("--turns", type=int, default=3, help="turns of all systems (default 3)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default 1)")
     parser.add_argument("--seed", type=int, default=0)
@@ -65,7 +66,9 @@ def run(arguments: argparse.Namespace) -> dict:
     model = random_ouro_20m()
     generator = torch.Generator().manual_seed(arguments.seed)
     ids = torch.randint(1, 8192, (requests, arguments.prompt), generator=generator)
+    arguments.coda = arguments.coda or max(1, width // 4)
     replay = {"exit_rule": "replay", "exit_depths": draw_depths(requests, arguments.new, generator)}
+    replay["min_coda_batch"] = arguments.coda
     options = {"max_new_tokens": arguments.new, "do_sample": False, "return_dict_in_generate": True}
 
     def stock() -> None:
@@ -110,7 +113,8 @@ def _report(arguments: argparse.Namespace, requests: int, seconds: dict, stats: 
             **counts,
         }
     print(f"random-ouro-20m, float32, {arguments.threads} thread(s), W = {arguments.width}, {requests} requests of")
-    print(f"{arguments.prompt} + {arguments.new} tokens, replayed depths {MIX}, {arguments.turns} turns\n")
+    print(f"{arguments.prompt} + {arguments.new} tokens, replayed depths {MIX}, {arguments.turns} turns,")
+    print(f"min_coda_batch {arguments.coda}\n")
     print("| system | tokens/s | speed-up | range | mean depth | FLOP bound | occupancy | loop launches |")
     print("|---|---|---|---|---|---|---|---|")
     for name, row in rows.items():

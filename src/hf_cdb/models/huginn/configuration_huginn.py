@@ -154,6 +154,7 @@ class HuginnConfig(PreTrainedConfig):
             self,
             "n_embd",
             "n_heads",
+            "num_key_value_heads",
             "head_dim",
             "n_layers_in_recurrent_block",
             "n_layers",

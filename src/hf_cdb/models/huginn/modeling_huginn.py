@@ -59,6 +59,7 @@ class HuginnAttention(nn.Module):
         self.is_causal = True
         self.Wqkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.proj.init_value = "out_proj"
         if config.qk_bias:
             self.qk_bias = nn.Parameter(torch.zeros(2, 1, config.n_heads, config.head_dim))
         else:
@@ -92,6 +93,7 @@ class HuginnMLP(nn.Module):
         super().__init__()
         self.fc = nn.Linear(config.n_embd, 2 * config.intermediate_size, bias=False)
         self.proj = nn.Linear(config.intermediate_size, config.n_embd, bias=False)
+        self.proj.init_value = "out_proj"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.fc(x).chunk(2, dim=-1)
@@ -131,19 +133,13 @@ class HuginnPreTrainedModel(LoopedPreTrainedModel):
         values = self.config.init_values
         if isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=values["embedding"])
-        elif isinstance(module, HuginnAttention):
-            if module.qk_bias is not None:
-                init.zeros_(module.qk_bias)
-            init.normal_(module.Wqkv.weight, std=values["std"])
-            init.normal_(module.proj.weight, std=values["out_proj"])
-        elif isinstance(module, HuginnMLP):
-            init.normal_(module.fc.weight, std=values["std"])
-            init.normal_(module.proj.weight, std=values["out_proj"])
+        elif isinstance(module, nn.Linear):
+            # The library visits modules with parameters of their own only, so a layer cannot speak for its parts.
+            init.normal_(module.weight, std=values[getattr(module, "init_value", "std")])
+        elif isinstance(module, HuginnAttention) and module.qk_bias is not None:
+            init.zeros_(module.qk_bias)
         elif isinstance(module, RavenForCausalLM):
             init.copy_(module.freqs_cis, module.compute_freqs_cis())
-            init.normal_(module.transformer.adapter.weight, std=values["std"])
-            if not self.config.tie_embeddings:
-                init.normal_(module.lm_head.weight, std=values["std"])
 
 
 class RavenForCausalLM(CDBGenerationMixin, HuginnPreTrainedModel):

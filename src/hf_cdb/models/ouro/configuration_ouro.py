@@ -152,8 +152,8 @@ class OuroConfig(PreTrainedConfig):
         """As the base class, without `auto_map`, and with `rope_theta` for readers older than `rope_parameters`."""
         output = super().to_dict()
         output.pop("auto_map", None)
-        if self.rope_parameters["rope_type"] == "default":
-            output["rope_theta"] = self.rope_parameters["rope_theta"]
+        if (self.rope_parameters or {}).get("rope_type") == "default":
+            output["rope_theta"] = self.rope_parameters.get("rope_theta")
         return output
 
 
