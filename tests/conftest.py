@@ -5,11 +5,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import hypothesis
 import pytest
 import torch
 import transformers
 
 torch.set_num_threads(1)
+# The same cases in every run: a failure of the tests is a failure of the change.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("repeatable")
 transformers.utils.logging.disable_progress_bar()
 
 

@@ -15,7 +15,7 @@ from .models.test_generate import tiny_tokenizer
 from .tiny import RANDOM, assert_close, left_pad, prompts, random_huginn, random_ouro
 
 IDS, MASK = left_pad(prompts(3, 9, 6))
-EARLY = {"exit_rule": "confidence", "exit_threshold": 0.2}
+EARLY = {"exit_rule": "confidence", "exit_threshold": 0.1}
 
 
 @pytest.fixture(params=RANDOM)

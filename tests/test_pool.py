@@ -1,5 +1,5 @@
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_cdb.pool import Pool
@@ -9,7 +9,6 @@ def new_pool():
     return Pool(2, 3, torch.float32, torch.device("cpu"))
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=30))
 def test_segments_never_overlap_and_keep_what_is_in_them(steps):
     """Allocate in the given sizes, release the oldest now and then: every segment keeps its own number."""

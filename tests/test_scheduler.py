@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_cdb.scheduler import Scheduler
@@ -56,7 +56,6 @@ options = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None)
 @given(workloads, options, st.integers(0, 1), st.integers(1, FULL_DEPTH))
 def test_every_request_finishes_once_with_the_depths_it_asked_for(workload, options, lookahead, min_depth):
     tokens, wanted, finished, launches = simulate(workload, lookahead, min_depth, **options)
@@ -72,7 +71,6 @@ def test_every_request_finishes_once_with_the_depths_it_asked_for(workload, opti
         assert sum(len(launch) for launch in launches if launch.stage == stage) == sum(map(len, tokens.values()))
 
 
-@settings(deadline=None)
 @given(workloads, options)
 def test_no_row_is_twice_in_a_launch_and_no_place_is_shared(workload, options):
     *_, launches = simulate(workload, **options)
@@ -82,7 +80,6 @@ def test_no_row_is_twice_in_a_launch_and_no_place_is_shared(workload, options):
         assert all(0 <= place < options["max_num_seqs"] for place in launch.places)
 
 
-@settings(deadline=None)
 @given(workloads, options)
 def test_a_row_keeps_its_place(workload, options):
     *_, launches = simulate(workload, **options)
@@ -92,7 +89,6 @@ def test_a_row_keeps_its_place(workload, options):
             assert places.setdefault(key, place) == place
 
 
-@settings(deadline=None)
 @given(workloads, st.integers(1, 9))
 def test_launches_of_the_core_are_near_the_least_possible(workload, width):
     tokens, _, _, launches = simulate(workload, max_num_seqs=width, refill=True, min_coda_batch=1)
@@ -109,7 +105,6 @@ def test_launches_of_the_core_are_near_the_least_possible(workload, width):
             assert len(launch) == width
 
 
-@settings(deadline=None)
 @given(workloads, options)
 def test_requests_start_in_the_order_they_came(workload, options):
     *_, launches = simulate(workload, **options)
@@ -119,7 +114,6 @@ def test_requests_start_in_the_order_they_came(workload, options):
     assert seen == sorted(seen)
 
 
-@settings(deadline=None)
 @given(workloads, st.integers(1, 9), st.integers(1, 5))
 def test_without_refill_cohorts_move_in_step(workload, width, min_coda_batch):
     *_, launches = simulate(workload, max_num_seqs=width, refill=False, min_coda_batch=min_coda_batch)
@@ -132,28 +126,34 @@ def test_without_refill_cohorts_move_in_step(workload, width, min_coda_batch):
             assert len({produced[key] for key in launch.keys}) == 1, "a row ran ahead of its cohort"
 
 
-@settings(deadline=None)
 @given(workloads, st.integers(1, 9), st.integers(2, 5))
 def test_waiting_for_the_coda_ends(workload, width, min_coda_batch):
-    """A coda is large enough, or one of the three reasons to flush holds."""
-    *_, launches = simulate(workload, max_num_seqs=width, refill=True, min_coda_batch=min_coda_batch)
-    since_left = {}
-    for launch in launches:
+    """A coda is large enough, or one of the three reasons to flush holds; nobody waits longer than full depth."""
+    scheduler = Scheduler(width, min_coda_batch=min_coda_batch)
+    for key in range(len(workload)):
+        scheduler.add(key, FULL_DEPTH)
+    tokens, waited = Counter(), {}
+    while (launch := scheduler.next()) is not None:
+        flags = []
+        for key, depth in zip(launch.keys, launch.depths, strict=True):
+            wanted = [FULL_DEPTH, *workload[key]]
+            if launch.stage == "coda":
+                tokens[key] += 1
+            flags.append(tokens[key] == len(wanted) if launch.stage == "coda" else depth >= wanted[tokens[key]])
         if launch.stage == "coda":
-            for key in launch.keys:
-                since_left.pop(key, None)
-        for key in since_left:
-            since_left[key] += launch.stage == "loop"
-            assert since_left[key] <= FULL_DEPTH + 1, "a row waited longer than full depth"
+            looping = scheduler.in_flight - len(launch)
+            longest = max(waited.pop(key) for key in launch.keys)
+            assert len(launch) >= min_coda_batch or looping <= len(launch) or longest >= FULL_DEPTH
         if launch.stage == "loop":
-            index = launches.index(launch)
-            later = launches[index + 1] if index + 1 < len(launches) else None
-            if later is not None:
-                for key in set(launch.keys) - set(later.keys):
-                    since_left.setdefault(key, 0)
+            for key in waited:
+                waited[key] += 1
+                assert waited[key] <= FULL_DEPTH
+            for key, flag, depth in zip(launch.keys, flags, launch.depths, strict=True):
+                if (flag and tokens[key]) or depth == FULL_DEPTH:
+                    waited[key] = 0
+        scheduler.commit(launch, flags)
 
 
-@settings(deadline=None)
 @given(workloads, options, st.data())
 def test_prompts_in_pieces_go_depth_major(workload, options, data):
     """Every piece passes a loop before any piece of the prompt starts the next one."""
@@ -174,7 +174,6 @@ def test_prompts_in_pieces_go_depth_major(workload, options, data):
         assert tokens[key][1:] == workload[key]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 10), min_size=1, max_size=20), st.integers(1, 9), st.booleans())
 def test_the_budget_holds_and_starves_nobody(costs, width, refill):
     scheduler = Scheduler(width, refill=refill, budget=10)
@@ -189,7 +188,6 @@ def test_the_budget_holds_and_starves_nobody(costs, width, refill):
     assert sorted(served) == list(range(len(costs)))
 
 
-@settings(deadline=None)
 @given(workloads, options, st.data())
 def test_cancelling_at_any_moment_harms_nobody_else(workload, options, data):
     victim = data.draw(st.integers(0, len(workload) - 1))
