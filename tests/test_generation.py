@@ -346,6 +346,11 @@ def test_keywords_of_huginn_beside_cdb():
     )
 
 
+def test_arguments_of_the_forward_that_the_engine_does_not_read():
+    model = random_huginn(eos_token_id=None, pad_token_id=0)
+    refused(["input_states", "cdb=False"], lambda: generate(model, True, input_states=torch.zeros(3, 9, 32)))
+
+
 def test_arguments_that_are_not_known(model):
     refused(["cdb_threshold"], lambda: generate(model, True, cdb_threshold=0.5))
     refused(["'exit_treshold'", "'exit_threshold'"], lambda: generate(model, {"exit_treshold": 0.5}))
@@ -365,6 +370,9 @@ def test_arguments_that_are_not_known(model):
         ({"output_hidden_states": True}, ["output_hidden_states=True"]),
         ({"custom_generate": "somebody/something"}, ["custom_generate"]),
         ({"synced_gpus": True}, ["synced_gpus=True"]),
+        ({"use_cache": False}, ["use_cache=False"]),
+        ({"prefill_chunk_size": 4}, ["prefill_chunk_size=4"]),
+        ({"position_ids": torch.arange(9).expand(3, -1)}, ["position_ids", "attention_mask"]),
         ({"max_time": 5.0}, ["MaxTimeCriteria", "cdb=False"]),
         ({"guidance_scale": 2.0}, ["ClassifierFreeGuidance", "cdb=False"]),
         ({"logits_processor": [lambda ids, scores: scores]}, ["logits_processor"]),

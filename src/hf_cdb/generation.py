@@ -23,6 +23,18 @@ __all__ = ["CDBGenerationMixin", "GenerateCDBOutput", "enable_cdb"]
 
 logger = logging.get_logger(__name__)
 
+# Settings of a GenerationConfig that ask for what the engine does not do.
+_UNSUPPORTED_SETTINGS = (
+    "cache_implementation",
+    "output_attentions",
+    "output_hidden_states",
+    "token_healing",
+    "prefill_chunk_size",
+)
+# Arguments of the forward that the engine reads, or that generate itself adds.
+_READ = ("inputs_embeds", "attention_mask", "init_scale", "init_seed")
+_ADDED = ("position_ids", "use_cache", "logits_to_keep", "tokenizer", "synced_gpus", "streamer")
+
 # generate repeats tensors with the rows of beams and num_return_sequences; these mean the same for all rows.
 _SCALARS = ("num_steps", "init_scale", "init_seed", "exit_threshold", "exit_at_step")
 
@@ -103,9 +115,14 @@ class CDBGenerationMixin(GenerationMixin):
                 f"generation mode {generation_mode.value!r} is not supported with cdb: it moves rows between "
                 "positions, which a depth cache does not follow. Use greedy search or sampling, or cdb=False."
             )
-        for name in ("cache_implementation", "output_attentions", "output_hidden_states", "token_healing"):
+        for name in _UNSUPPORTED_SETTINGS:
             if getattr(generation_config, name, None):
                 _refuse(name, getattr(generation_config, name))
+        if generation_config.use_cache is False:
+            raise ValueError(
+                "use_cache=False is not supported with cdb: rows at different depths read each other's past from a "
+                "cache, and nothing could be recomputed at the depths it had. Leave it out, or generate with cdb=False."
+            )
         for name in ("streamer", "synced_gpus"):
             if generation_mode_kwargs.get(name):
                 _refuse(name, generation_mode_kwargs[name])
@@ -227,6 +244,11 @@ def _refuse_arguments(kwargs: dict[str, Any]) -> None:
     for name in ("custom_generate", "assistant_model", "synced_gpus", "output_attentions", "output_hidden_states"):
         if kwargs.get(name):
             _refuse(name, kwargs[name])
+    if kwargs.get("position_ids") is not None:
+        raise ValueError(
+            "position_ids cannot be passed with cdb: positions count the tokens that attention_mask keeps. Leave them "
+            "out, or generate with cdb=False."
+        )
     if kwargs.get("cache_implementation") is not None:
         _refuse("cache_implementation", kwargs["cache_implementation"])
 
@@ -309,6 +331,9 @@ def _make_requests(
     copies = generation_config.num_return_sequences
     embeds = model_kwargs.get("inputs_embeds")
     mask = model_kwargs.get("attention_mask")
+    for name, value in model_kwargs.items():
+        if value is not None and name not in (*_READ, *_ADDED):
+            _refuse(name, value)
     max_new_tokens = generation_config.max_length - input_ids.shape[1]
     _check_per_row(config, rows, copies, max_new_tokens)
     requests = []
