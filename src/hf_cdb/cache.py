@@ -204,25 +204,22 @@ class DepthCache(Cache):
             self._places[kind] = Places(self.bound, firsts, capacities, self.adapter)
         return self._places[kind]
 
-    def fill(self, left: list[tuple[int, int, int]]) -> None:
-        """Give the slots that a token never wrote the entry of the loop it left at, all layers and tokens at once.
+    def fill(self, key: int, position: int, depth: int) -> None:
+        """Give the slots that the token at `position` never wrote the entry of loop `depth`, where it left.
 
-        Args:
-            left: for every token (request, position, depth).
+        One broadcast copy for all layers; measured faster than one indexed copy for several tokens.
         """
-        heads, copies = 2 * self.adapter.kv_heads, []
-        for key, position, depth in left:
-            segment = self._segments[key]
-            first, slot = segment.core + position, heads * segment.capacity
-            source = first + self.policy.slot(depth) * slot
-            copies += [(first + to * slot, source, segment.capacity) for to in self.policy.unwritten(depth)]
-        if copies:
-            targets, sources, capacity = torch.tensor(copies, device=self.adapter.device).T
-            pool = self._pools["core"].tensor
-            layers = torch.arange(len(pool), device=self.adapter.device)[:, None, None] * pool.shape[1]
-            offsets = layers + torch.arange(heads, device=self.adapter.device)[:, None] * capacity
-            rows = pool.flatten(0, 1)
-            rows.index_copy_(0, (targets + offsets).flatten(), rows.index_select(0, (sources + offsets).flatten()))
+        unwritten = self.policy.unwritten(depth)
+        if not unwritten:
+            return
+        segment, heads = self._segments[key], self.adapter.kv_heads
+        rows = self._pools["core"].tensor.narrow(1, segment.core, self._rows("core", segment.capacity))
+        entries = rows.view(rows.shape[0], self.policy.slots, 2 * heads, segment.capacity, -1)[:, :, :, position]
+        source = entries[:, self.policy.slot(depth), None]
+        if unwritten[-1] - unwritten[0] + 1 == len(unwritten):
+            entries[:, unwritten[0] : unwritten[-1] + 1] = source
+        else:
+            entries[:, unwritten] = source
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Always 0: lengths differ by request, and positions come from the launch."""

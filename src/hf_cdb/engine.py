@@ -182,7 +182,7 @@ class Engine:
         state = torch.cat([_part(row, row.state, span) for row, span in zip(rows, spans, strict=True)])
         ends = [index for index, (row, span) in enumerate(zip(rows, spans, strict=True)) if span.end == row.end]
         logits = self._run_coda(spans, state, keep=self._tensor(_last_tokens(spans, ends)))
-        finished, left = [False] * len(rows), []
+        finished = [False] * len(rows)
         for index, done in zip(ends, self._choose([rows[index] for index in ends], logits), strict=True):
             row, depth = rows[index], launch.depths[index]
             self.stats.depths[depth] += 1
@@ -190,10 +190,9 @@ class Engine:
             finished[index] = done
             if not done:
                 if len(row.tokens) > 1:
-                    left.append((row.key, row.start, depth))
+                    self.cache.fill(row.key, row.start, depth)
                 row.start, row.end = row.end, row.end + 1
                 row.release()
-        self.cache.fill(left)
         return finished
 
     def _choose(self, rows: list[Request], logits: torch.Tensor) -> list[bool]:

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, help="requests (default 8 W)")
     parser.add_argument("--prompt", type=int, default=8, help="tokens of a prompt (default 8)")
     parser.add_argument("--new", type=int, default=32, help="new tokens of a request (default 32)")
-    parser.add_argument("--coda", type=int, help="min_coda_batch of the cdb systems (default W / 4)")
+    parser.add_argument("--coda", type=int, default=1, help="min_coda_batch of the cdb systems (default 1)")
     parser.add_argument("--turns", type=int, default=3, help="turns of all systems (default 3)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default 1)")
     parser.add_argument("--seed", type=int, default=0)
@@ -66,7 +66,6 @@ def run(arguments: argparse.Namespace) -> dict:
     model = random_ouro_20m()
     generator = torch.Generator().manual_seed(arguments.seed)
     ids = torch.randint(1, 8192, (requests, arguments.prompt), generator=generator)
-    arguments.coda = arguments.coda or max(1, width // 4)
     replay = {"exit_rule": "replay", "exit_depths": draw_depths(requests, arguments.new, generator)}
     replay["min_coda_batch"] = arguments.coda
     options = {"max_new_tokens": arguments.new, "do_sample": False, "return_dict_in_generate": True}
