@@ -1,39 +1,26 @@
 """Continuous depth batching inside `generate`: `model.generate(..., cdb=True)`."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.generation import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import GenerationMixin, LogitsProcessorList
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
-from .adapters import LoopAdapter, adapter_for
+from .adapters import adapter_for
 from .config import CDBConfig
 from .engine import Engine
-from .exits import Replay
+from .generation_arguments import UNSUPPORTED_SETTINGS, refuse, refuse_early, take_official_arguments
+from .generation_requests import make_noise, make_requests
 from .request import Request
-from .sampling import Noise, Sampler, check_criteria, check_processors, derive_seed
+from .sampling import Sampler, check_criteria, check_processors
 from .stats import CDBStats
 
 __all__ = ["CDBGenerationMixin", "GenerateCDBOutput", "enable_cdb"]
 
 logger = logging.get_logger(__name__)
-
-# Settings of a GenerationConfig that ask for what the engine does not do.
-_UNSUPPORTED_SETTINGS = (
-    "cache_implementation",
-    "output_attentions",
-    "output_hidden_states",
-    "token_healing",
-    "prefill_chunk_size",
-)
-# Arguments of the forward that the engine reads, or that generate itself adds.
-_READ = ("inputs_embeds", "attention_mask", "init_scale", "init_seed")
-_ADDED = ("position_ids", "use_cache", "logits_to_keep", "tokenizer", "synced_gpus", "streamer")
 
 # generate repeats tensors with the rows of beams and num_return_sequences; these mean the same for all rows.
 _SCALARS = ("num_steps", "init_scale", "init_seed", "exit_threshold", "exit_at_step")
@@ -74,7 +61,7 @@ class CDBGenerationMixin(GenerationMixin):
                 "layer. Generate with cdb=True, which schedules requests as they come, or leave it out."
             )
         if self._wants_cdb(cdb, kwargs.get("generation_config")):
-            _refuse_arguments(kwargs)
+            refuse_early(kwargs)
         return super().generate(*args, **kwargs)
 
     def save_pretrained(self, *args, **kwargs):
@@ -102,7 +89,7 @@ class CDBGenerationMixin(GenerationMixin):
         if cdb is not None and cdb is not False:
             adapter = adapter_for(self)
             saved = getattr(generation_config, "cdb_config", None)
-            config = _take_official_arguments(CDBConfig.create(cdb, saved), adapter, model_kwargs)
+            config = take_official_arguments(CDBConfig.create(cdb, saved), adapter, model_kwargs)
             generation_config._cdb = (adapter, config.resolve(adapter))
         return generation_config, model_kwargs
 
@@ -115,9 +102,9 @@ class CDBGenerationMixin(GenerationMixin):
                 f"generation mode {generation_mode.value!r} is not supported with cdb: it moves rows between "
                 "positions, which a depth cache does not follow. Use greedy search or sampling, or cdb=False."
             )
-        for name in _UNSUPPORTED_SETTINGS:
+        for name in UNSUPPORTED_SETTINGS:
             if getattr(generation_config, name, None):
-                _refuse(name, getattr(generation_config, name))
+                refuse(name, getattr(generation_config, name))
         if generation_config.use_cache is False:
             raise ValueError(
                 "use_cache=False is not supported with cdb: rows at different depths read each other's past from a "
@@ -125,7 +112,7 @@ class CDBGenerationMixin(GenerationMixin):
             )
         for name in ("streamer", "synced_gpus"):
             if generation_mode_kwargs.get(name):
-                _refuse(name, generation_mode_kwargs[name])
+                refuse(name, generation_mode_kwargs[name])
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         if generation_config._cdb is None:
@@ -157,7 +144,7 @@ class CDBGenerationMixin(GenerationMixin):
         adapter, config = generation_config._cdb
         check_criteria(stopping_criteria)
         processors = self._row_processors(generation_config, len(input_ids))
-        noise = _make_noise(config, len(input_ids), adapter) if generation_config.do_sample else None
+        noise = make_noise(config, len(input_ids), adapter) if generation_config.do_sample else None
         sampler = Sampler(
             processors,
             input_ids,
@@ -166,7 +153,7 @@ class CDBGenerationMixin(GenerationMixin):
             keep_scores=bool(generation_config.output_scores and generation_config.return_dict_in_generate),
             keep_logits=bool(generation_config.output_logits and generation_config.return_dict_in_generate),
         )
-        requests = _make_requests(input_ids, generation_config, config, sampler, stopping_criteria, kwargs)
+        requests = make_requests(input_ids, generation_config, config, sampler, stopping_criteria, kwargs)
         engine = Engine(adapter, config)
         for request in requests:
             engine.add_request(request)
@@ -177,11 +164,11 @@ class CDBGenerationMixin(GenerationMixin):
         """A list of processors for every row, as stock generate would build it for the row alone."""
         args, kwargs = generation_config._processor_arguments
         if kwargs.get("prefix_allowed_tokens_fn") is not None:
-            _refuse("prefix_allowed_tokens_fn", kwargs["prefix_allowed_tokens_fn"])
+            refuse("prefix_allowed_tokens_fn", kwargs["prefix_allowed_tokens_fn"])
         if kwargs.get("logits_processor"):
-            _refuse("logits_processor", kwargs["logits_processor"])
+            refuse("logits_processor", kwargs["logits_processor"])
         if kwargs.get("negative_prompt_ids") is not None:
-            _refuse("negative_prompt_ids", "...")
+            refuse("negative_prompt_ids", "...")
         whole = super()._get_logits_processor(generation_config, *args, **kwargs)
         check_processors(whole)
         if not whole:
@@ -227,202 +214,6 @@ def _restore(cls: type, state: dict):
     model = cls.__new__(cls)
     model.__dict__.update(state)
     return enable_cdb(model)
-
-
-def _refuse(name: str, value: Any) -> None:
-    raise ValueError(f"{name}={value!r} is not supported with cdb. Leave it out, or generate with cdb=False.")
-
-
-def _refuse_arguments(kwargs: dict[str, Any]) -> None:
-    """Refuse what stock generate would act on before any hook of this class runs."""
-    for name in ("cache", "past_key_values"):
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{name} cannot be passed with cdb: keys and values of rows at different depths live in a cache of "
-                "the engine's own. Continue a chat by its text, or generate with cdb=False."
-            )
-    for name in ("custom_generate", "assistant_model", "synced_gpus", "output_attentions", "output_hidden_states"):
-        if kwargs.get(name):
-            _refuse(name, kwargs[name])
-    if kwargs.get("position_ids") is not None:
-        raise ValueError(
-            "position_ids cannot be passed with cdb: positions count the tokens that attention_mask keeps. Leave them "
-            "out, or generate with cdb=False."
-        )
-    if kwargs.get("cache_implementation") is not None:
-        _refuse("cache_implementation", kwargs["cache_implementation"])
-
-
-def _take_official_arguments(config: CDBConfig, adapter: LoopAdapter, model_kwargs: dict[str, Any]) -> CDBConfig:
-    """Settings that the models' own keywords ask for beside cdb, taken out of `model_kwargs`.
-
-    Raises:
-        ValueError: a keyword contradicts a setting, or asks for something that stopping early cannot give.
-    """
-    wanted: dict[str, tuple[str, Any]] = {}
-    if model_kwargs.get("exit_threshold") is not None:
-        wanted["exit_threshold"] = ("exit_threshold", model_kwargs.pop("exit_threshold"))
-    if model_kwargs.get("criterion") is not None:
-        wanted["exit_rule"] = ("criterion", model_kwargs.pop("criterion"))
-    if model_kwargs.get("num_steps") is not None:
-        wanted["max_depth"] = ("num_steps", model_kwargs.pop("num_steps"))
-    if model_kwargs.get("cache_lookup_strategy") is not None:
-        policy = _policy_of_lookup(model_kwargs.pop("cache_lookup_strategy"), adapter.core_layers)
-        wanted["kv_policy"] = ("cache_lookup_strategy", policy)
-    for name in ("exit_at_step", "early_exit_step"):
-        if model_kwargs.get(name) is not None:
-            step = model_kwargs.pop(name)
-            if config.exit_rule not in ("auto", "never"):
-                raise ValueError(
-                    f"{name}={step} and exit_rule={config.exit_rule!r} contradict each other: a fixed step leaves "
-                    "nothing to decide. Drop one."
-                )
-            wanted["max_depth"] = (name, step + 1)
-            config = dataclasses.replace(config, exit_rule="never", exit_threshold=None)
-    if model_kwargs.pop("use_weighted_exit", False):
-        raise ValueError(
-            "use_weighted_exit=True needs the states of all loops, which cdb exists to skip. Drop it, or cdb=False."
-        )
-    for setting, (name, value) in wanted.items():
-        present = getattr(config, setting)
-        unset = "auto" if setting in ("exit_rule", "kv_policy") else None
-        if present not in (unset, value):
-            raise ValueError(
-                f"{name}={value!r} and cdb's {setting}={present!r} contradict each other: they are one setting. Give "
-                "one of them."
-            )
-        config = dataclasses.replace(config, **{setting: value})
-    return config
-
-
-def _policy_of_lookup(strategy: str, core_layers: int) -> str:
-    """The KV policy that a lookup of the published Huginn code names.
-
-    "latest-m<k>" falls back to the deepest entry of the same core layer where k is their number; "-compress-s<k>"
-    folds all loops into one slot per layer.
-    """
-    names = {
-        f"latest-m{core_layers}": "last_exited",
-        f"latest-m{core_layers}-compress-s{core_layers}": "shared",
-    }
-    if strategy not in names:
-        raise ValueError(
-            f"cache_lookup_strategy={strategy!r} has no counterpart with cdb; {' and '.join(names)} are the kv_policy "
-            f"{' and '.join(names.values())}. Set kv_policy in cdb instead."
-        )
-    return names[strategy]
-
-
-def _make_noise(config: CDBConfig, rows: int, adapter: LoopAdapter) -> Noise:
-    shared = rows if rows <= config.max_num_seqs else None
-    return Noise(shared, adapter.vocab_size, adapter.device)
-
-
-def _make_requests(
-    input_ids: torch.Tensor,
-    generation_config: Any,
-    config: CDBConfig,
-    sampler: Sampler,
-    stopping_criteria: Any,
-    model_kwargs: dict[str, Any],
-) -> list[Request]:
-    """One request per row: its prompt without padding, its limits, its seed."""
-    rows = len(input_ids)
-    copies = generation_config.num_return_sequences
-    embeds = model_kwargs.get("inputs_embeds")
-    mask = model_kwargs.get("attention_mask")
-    for name, value in model_kwargs.items():
-        if value is not None and name not in (*_READ, *_ADDED):
-            _refuse(name, value)
-    max_new_tokens = generation_config.max_length - input_ids.shape[1]
-    _check_per_row(config, rows, copies, max_new_tokens)
-    requests = []
-    for row in range(rows):
-        keep = slice(None) if mask is None else mask[row].bool()
-        prompt = input_ids[row][keep] if embeds is None else None
-        prompt_embeds = embeds[row][keep] if embeds is not None else None
-        if len(prompt if embeds is None else prompt_embeds) == 0:
-            raise ValueError(
-                f"row {row} has no token: its attention_mask is 0 everywhere. Give every prompt at least one token."
-            )
-        seed = None if config.seeds is None else derive_seed(config.seeds[row // copies], row % copies)
-        requests.append(
-            Request(
-                key=row,
-                row=row,
-                seed=seed,
-                prompt_ids=prompt,
-                prompt_embeds=prompt_embeds,
-                max_new_tokens=max_new_tokens,
-                sampler=sampler,
-                stop=_stop(stopping_criteria, sampler, generation_config),
-                start_options=_start_options(model_kwargs, row),
-            )
-        )
-    return requests
-
-
-def _check_per_row(config: CDBConfig, rows: int, copies: int, max_new_tokens: int) -> None:
-    prompts = rows // copies
-    if config.seeds is not None and len(config.seeds) != prompts:
-        raise ValueError(f"seeds has {len(config.seeds)} entries, but there are {prompts} prompts. Give one for each.")
-    if isinstance(config.exit_rule, Replay):
-        _check_replay(config, rows, copies, max_new_tokens)
-
-
-def _check_replay(config: CDBConfig, rows: int, copies: int, max_new_tokens: int) -> None:
-    """Refuse depths that do not fit the call; repeat them for the return sequences of a prompt."""
-    rule, prompts = config.exit_rule, rows // copies
-    if len(rule.depths) != prompts:
-        raise ValueError(
-            f"exit_depths has {len(rule.depths)} rows, but there are {prompts} prompts. Give one row for each; the "
-            "return sequences of a prompt share it."
-        )
-    rule.depths = [depths for depths in rule.depths for _ in range(copies)]
-    least = max(config.min_depth, 2 if config.lookahead and config.max_depth > 1 else 1)
-    for row, depths in enumerate(rule.depths):
-        if len(depths) < max_new_tokens:
-            raise ValueError(
-                f"exit_depths row {row} has {len(depths)} depths, but up to {max_new_tokens} tokens may come. Give a "
-                "depth for each."
-            )
-        if depths[0] != config.max_depth:
-            raise ValueError(
-                f"exit_depths row {row} begins with {depths[0]}, but the prompt runs at full depth and so does its "
-                f"token. Begin with {config.max_depth}."
-            )
-        wrong = [depth for depth in depths if not least <= depth <= config.max_depth]
-        if wrong:
-            raise ValueError(
-                f"exit_depths row {row} holds {wrong[0]}; with min_depth={config.min_depth} and "
-                f"lookahead={config.lookahead} depths lie between {least} and {config.max_depth}."
-            )
-
-
-def _start_options(model_kwargs: dict[str, Any], row: int) -> dict[str, Any]:
-    """Arguments of the start state for one row; a tensor of seeds has one per row."""
-    options = {}
-    if model_kwargs.get("init_scale") is not None:
-        options["init_scale"] = model_kwargs["init_scale"]
-    seed = model_kwargs.get("init_seed")
-    if seed is not None:
-        options["init_seed"] = int(seed[row] if isinstance(seed, torch.Tensor) and seed.ndim else seed)
-    return options
-
-
-def _stop(criteria: Any, sampler: Sampler, generation_config: Any):
-    """Whether a request ends after its last token; its length limit is its own business."""
-    end = generation_config._eos_token_tensor
-    end = set() if end is None else set(end.flatten().tolist())
-    # Stop strings look at the row's padded history, as a batch of one.
-    others = StoppingCriteriaList(c for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria)))
-
-    def stop(request: Request) -> bool:
-        if request.tokens[-1] in end:
-            return True
-        return bool(others) and bool(others(sampler.history(request)[None], None).item())
-
-    return stop
 
 
 def _gather(

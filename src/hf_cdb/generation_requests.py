@@ -1,0 +1,126 @@
+"""From the arguments of a `generate` call to the engine's requests, one per row."""
+
+from typing import Any
+
+import torch
+from transformers.generation import StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from .adapters import LoopAdapter
+from .config import CDBConfig
+from .exits import Replay
+from .generation_arguments import refuse_unread
+from .request import Request
+from .sampling import Noise, Sampler, derive_seed
+
+__all__ = ["make_noise", "make_requests"]
+
+
+def make_noise(config: CDBConfig, rows: int, adapter: LoopAdapter) -> Noise:
+    shared = rows if rows <= config.max_num_seqs else None
+    return Noise(shared, adapter.vocab_size, adapter.device)
+
+
+def make_requests(
+    input_ids: torch.Tensor,
+    generation_config: Any,
+    config: CDBConfig,
+    sampler: Sampler,
+    stopping_criteria: Any,
+    model_kwargs: dict[str, Any],
+) -> list[Request]:
+    """One request per row: its prompt without padding, its limits, its seed."""
+    rows = len(input_ids)
+    copies = generation_config.num_return_sequences
+    embeds = model_kwargs.get("inputs_embeds")
+    mask = model_kwargs.get("attention_mask")
+    refuse_unread(model_kwargs)
+    max_new_tokens = generation_config.max_length - input_ids.shape[1]
+    _check_per_row(config, rows, copies, max_new_tokens)
+    requests = []
+    for row in range(rows):
+        keep = slice(None) if mask is None else mask[row].bool()
+        prompt = input_ids[row][keep] if embeds is None else None
+        prompt_embeds = embeds[row][keep] if embeds is not None else None
+        if len(prompt if embeds is None else prompt_embeds) == 0:
+            raise ValueError(
+                f"row {row} has no token: its attention_mask is 0 everywhere. Give every prompt at least one token."
+            )
+        seed = None if config.seeds is None else derive_seed(config.seeds[row // copies], row % copies)
+        requests.append(
+            Request(
+                key=row,
+                row=row,
+                seed=seed,
+                prompt_ids=prompt,
+                prompt_embeds=prompt_embeds,
+                max_new_tokens=max_new_tokens,
+                sampler=sampler,
+                stop=_stop(stopping_criteria, sampler, generation_config),
+                start_options=_start_options(model_kwargs, row),
+            )
+        )
+    return requests
+
+
+def _check_per_row(config: CDBConfig, rows: int, copies: int, max_new_tokens: int) -> None:
+    prompts = rows // copies
+    if config.seeds is not None and len(config.seeds) != prompts:
+        raise ValueError(f"seeds has {len(config.seeds)} entries, but there are {prompts} prompts. Give one for each.")
+    if isinstance(config.exit_rule, Replay):
+        _check_replay(config, rows, copies, max_new_tokens)
+
+
+def _check_replay(config: CDBConfig, rows: int, copies: int, max_new_tokens: int) -> None:
+    """Refuse depths that do not fit the call; repeat them for the return sequences of a prompt."""
+    rule, prompts = config.exit_rule, rows // copies
+    if len(rule.depths) != prompts:
+        raise ValueError(
+            f"exit_depths has {len(rule.depths)} rows, but there are {prompts} prompts. Give one row for each; the "
+            "return sequences of a prompt share it."
+        )
+    rule.depths = [depths for depths in rule.depths for _ in range(copies)]
+    least = max(config.min_depth, 2 if config.lookahead and config.max_depth > 1 else 1)
+    for row, depths in enumerate(rule.depths):
+        if len(depths) < max_new_tokens:
+            raise ValueError(
+                f"exit_depths row {row} has {len(depths)} depths, but up to {max_new_tokens} tokens may come. Give a "
+                "depth for each."
+            )
+        if depths[0] != config.max_depth:
+            raise ValueError(
+                f"exit_depths row {row} begins with {depths[0]}, but the prompt runs at full depth and so does its "
+                f"token. Begin with {config.max_depth}."
+            )
+        wrong = [depth for depth in depths if not least <= depth <= config.max_depth]
+        if wrong:
+            raise ValueError(
+                f"exit_depths row {row} holds {wrong[0]}; with min_depth={config.min_depth} and "
+                f"lookahead={config.lookahead} depths lie between {least} and {config.max_depth}."
+            )
+
+
+def _start_options(model_kwargs: dict[str, Any], row: int) -> dict[str, Any]:
+    """Arguments of the start state for one row; a tensor of seeds has one per row."""
+    options = {}
+    if model_kwargs.get("init_scale") is not None:
+        options["init_scale"] = model_kwargs["init_scale"]
+    seed = model_kwargs.get("init_seed")
+    if seed is not None:
+        options["init_seed"] = int(seed[row] if isinstance(seed, torch.Tensor) and seed.ndim else seed)
+    return options
+
+
+def _stop(criteria: Any, sampler: Sampler, generation_config: Any):
+    """Whether a request ends after its last token; its length limit is its own business."""
+    end = generation_config._eos_token_tensor
+    end = set() if end is None else set(end.flatten().tolist())
+    # Stop strings look at the row's padded history, as a batch of one.
+    others = StoppingCriteriaList(c for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria)))
+
+    def stop(request: Request) -> bool:
+        if request.tokens[-1] in end:
+            return True
+        return bool(others) and bool(others(sampler.history(request)[None], None).item())
+
+    return stop
