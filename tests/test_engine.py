@@ -292,6 +292,8 @@ def test_budget_bounds_the_rows_in_flight():
     tight, engine = run_toy(model, requests, 5, max_kv_memory=2 * one + 1)
     assert [request.tokens for request in tight] == [request.tokens for request in free]
     assert engine.stats.kv_bytes + engine.stats.kv_bytes_outer == 2 * one
+    share, _ = run_toy(model, requests, 5, max_kv_memory=0.5)
+    assert [request.tokens for request in share] == [request.tokens for request in free]
     with pytest.raises(ValueError, match=rf"max_kv_memory={one - 1}.*needs {one}"):
         run_toy(model, requests, 5, max_kv_memory=one - 1)
 

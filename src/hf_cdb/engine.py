@@ -1,5 +1,6 @@
 """The engine: schedule a launch, run it, commit it. Knows no generation config and no tokenizer."""
 
+import psutil
 import torch
 
 from .adapters import LoopAdapter
@@ -301,10 +302,5 @@ def _budget(max_kv_memory: int | float | None, device: torch.device) -> int | No
     """Bytes that keys and values may take."""
     if not isinstance(max_kv_memory, float):
         return max_kv_memory
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-    else:
-        import psutil
-
-        free = psutil.virtual_memory().available
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return int(max_kv_memory * free)
