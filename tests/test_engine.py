@@ -7,8 +7,10 @@ import torch
 
 from hf_cdb import CDBConfig, enable_cdb
 from hf_cdb.adapters import adapter_for
-from hf_cdb.cache import DepthCache, KVPolicy
+from hf_cdb.cache import DepthCache
 from hf_cdb.engine import Engine
+from hf_cdb.kv_policy import KVPolicy
+from hf_cdb.places import Span
 from hf_cdb.reference import reference_generate
 from hf_cdb.request import Request
 from hf_cdb.sampling import Noise, Sampler
@@ -340,8 +342,6 @@ def test_reading_copies_nothing():
     """What attention is handed are views of the requests' own tensors."""
     adapter = adapter_for(random_ouro())
     cache = DepthCache(adapter, KVPolicy.create("last_exited", 4))
-    from hf_cdb.cache import Span
-
     for key, capacity in ((0, 6), (1, 9)):
         cache.allocate(key, capacity)
     cache.bind([Span(0, 2, 3, loop=1), Span(1, 5, 8, loop=3)])
@@ -357,18 +357,16 @@ def test_reading_copies_nothing():
 
 
 @pytest.mark.parametrize("name", ["ouro-gqa", "huginn", "dory"])
-@pytest.mark.parametrize("most", [0, 700, 10**9])
+@pytest.mark.parametrize("most", [0, 7_000, 10**9])
 def test_packed_and_single_attention_agree(name, most, monkeypatch):
     """Whichever of the two a row's length calls for: none packed, some, all."""
-    import hf_cdb.cache
-
     model = model_of(name)
     ids, mask = left_pad(prompts(*LENGTHS))
     settings = {"exit_rule": "confidence", "exit_threshold": THRESHOLDS["confidence"][name], "prefill_chunk_size": 9}
     options = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    monkeypatch.setattr(hf_cdb.cache, "PACK_BYTES", 20_000)
+    monkeypatch.setattr("hf_cdb.places.PACK_BYTES", 20_000)
     expected = model.generate(ids, attention_mask=mask, cdb=settings, **options)
-    monkeypatch.setattr(hf_cdb.cache, "PACK_BYTES", most * 10)
+    monkeypatch.setattr("hf_cdb.places.PACK_BYTES", most)
     output = model.generate(ids, attention_mask=mask, cdb=settings, **options)
     assert torch.equal(output.sequences, expected.sequences)
     assert torch.equal(output.exit_depths, expected.exit_depths)

@@ -1,77 +1,19 @@
-"""Keys and values with a depth: which entry does a query at loop t read of a token that left at loop d?
+"""Keys and values with a depth, of all requests in flight.
 
-Every request owns one tensor of `slots` entries per core layer and position. A policy maps loops to slots; a token
-that leaves early fills the slots it never wrote from the slot of the loop it left at, so a later query finds an entry
-at every depth.
+Every request holds one stretch of a pool: for each core layer and position as many entries as the KV policy has slots.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 
 import torch
 from transformers.cache_utils import Cache
 
 from .adapters import LoopAdapter
+from .kv_policy import KVPolicy
+from .places import Places, Span
 from .pool import Pool
 
-__all__ = ["POLICIES", "DepthCache", "KVPolicy", "Places", "Span"]
-
-POLICIES = ("last_exited", "shared", "first_then_shared", "modular")
-
-# Keys and values of a row and layer up to which copying them costs less than a call of their own, on the CPU.
-PACK_BYTES = 160 * 1024
-
-
-@dataclass(frozen=True)
-class KVPolicy:
-    """Slot arithmetic. Loops count from 1, slots from 0.
-
-    * `last_exited`: a slot for every loop. Exact when nothing leaves early.
-    * `shared`: one slot, overwritten by every loop.
-    * `first_then_shared`: a slot for each of the first `slots - 1` loops, the last one for all others.
-    * `modular`: loop t uses slot `(t - 1) mod slots`.
-
-    Args:
-        name: one of the four.
-        slots: entries kept per position and core layer.
-    """
-
-    name: str
-    slots: int
-
-    @classmethod
-    def create(cls, name: str, max_depth: int, kv_slots: int | None = None) -> "KVPolicy":
-        """The policy `name` for rows of at most `max_depth` loops; `kv_slots` for the two that have a choice."""
-        slots = {"last_exited": max_depth, "shared": 1}.get(name, kv_slots or 2)
-        return cls(name, slots)
-
-    def slot(self, loop: int) -> int:
-        """Slot that loop `loop`, from 1, writes and reads."""
-        if self.name == "modular":
-            return (loop - 1) % self.slots
-        return min(loop - 1, self.slots - 1)
-
-    def unwritten(self, depth: int) -> list[int]:
-        """Slots that a token which left after loop `depth` never wrote."""
-        written = {self.slot(loop) for loop in range(1, depth + 1)}
-        return [slot for slot in range(self.slots) if slot not in written]
-
-
-@dataclass
-class Span:
-    """Consecutive new positions of one request in a launch.
-
-    Attributes:
-        key: the request.
-        start, end: positions `[start, end)`.
-        loop: for the core: the loop they run, from 1.
-    """
-
-    key: int
-    start: int
-    end: int
-    loop: int = 1
+__all__ = ["DepthCache"]
 
 
 @dataclass
@@ -224,62 +166,3 @@ class DepthCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Always 0: lengths differ by request, and positions come from the launch."""
         return 0
-
-
-class Places:
-    """Where in a pool the spans of a launch lie, the same in every layer, and how their attention is shared out.
-
-    Attributes:
-        firsts: by span the row of its first key of the first head, in the slot of its loop.
-        capacities: by span the rows from one head to the next.
-        written: int64 `[2 * kv heads * tokens]`, where the new keys and values go.
-        short: spans of one position that are attended to together, on a packed copy; fewer than two are not.
-        short_tokens: int64 `[short spans]`, their tokens in the launch, or None where they are all of it.
-    """
-
-    def __init__(self, spans: list[Span], firsts: list[int], capacities: list[int], adapter: LoopAdapter):
-        self.firsts, self.capacities = firsts, capacities
-        self._device, self._dtype = adapter.device, adapter.dtype
-        self._heads = torch.arange(2 * adapter.kv_heads, device=self._device)[:, None]
-        tokens = [(f + p, c) for s, f, c in zip(spans, firsts, capacities, strict=True) for p in range(s.start, s.end)]
-        first, capacity = torch.tensor(tokens, device=self._device).T
-        self.written = (first + self._heads * capacity).flatten()
-
-        position_bytes = 2 * adapter.kv_heads * adapter.head_dim * adapter.dtype.itemsize
-        most = PACK_BYTES // position_bytes
-        self.short = [i for i, span in enumerate(spans) if span.end - span.start == 1 and span.end <= most]
-        self.short = self.short if len(self.short) > 1 else []
-        self.short_tokens = None
-        if len(self.short) < len(spans):
-            starts = [0, *accumulate(span.end - span.start for span in spans)]
-            self.short_tokens = torch.tensor([starts[i] for i in self.short], dtype=torch.long, device=self._device)
-        self._ends = [spans[i].end for i in self.short]
-        self._masks: dict[int | None, torch.Tensor | None] = {}
-
-    @cached_property
-    def packed_rows(self) -> torch.Tensor:
-        """int64 `[2, short spans, kv heads, longest]`: the rows of everything that the short spans read."""
-        first = torch.tensor([self.firsts[i] for i in self.short], device=self._device)
-        capacity = torch.tensor([self.capacities[i] for i in self.short], device=self._device)
-        last = torch.tensor(self._ends, device=self._device)[:, None] - 1
-        position = torch.minimum(torch.arange(max(self._ends), device=self._device), last)
-        heads = self._heads.view(2, 1, -1, 1) * capacity[:, None, None]
-        return first[:, None, None] + heads + position[:, None]
-
-    def packed_mask(self, window: int | None) -> torch.Tensor | None:
-        """`[short spans, 1, 1, longest]`, 0 at what each reads and -inf elsewhere; None where that is everything.
-
-        Args:
-            window: the last so many positions only.
-        """
-        if window not in self._masks:
-            self._masks[window] = None
-            longest = max(self._ends)
-            if min(self._ends) < longest or (window is not None and window < longest):
-                end = torch.tensor(self._ends, device=self._device)[:, None]
-                position = torch.arange(longest, device=self._device)
-                seen = position < end
-                seen = seen if window is None else seen & (position >= end - window)
-                mask = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
-                self._masks[window] = mask.masked_fill(~seen, -torch.inf)[:, None, None]
-        return self._masks[window]

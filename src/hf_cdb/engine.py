@@ -5,8 +5,10 @@ import torch
 
 from .adapters import LoopAdapter
 from .attention import DepthAttention
-from .cache import DepthCache, KVPolicy, Span
+from .cache import DepthCache
 from .config import CDBConfig
+from .kv_policy import KVPolicy
+from .places import Span
 from .request import Request
 from .scheduler import Launch, Scheduler
 from .stats import CDBStats

@@ -168,7 +168,7 @@ class CDBGenerationMixin(GenerationMixin):
         if kwargs.get("logits_processor"):
             refuse("logits_processor", kwargs["logits_processor"])
         if kwargs.get("negative_prompt_ids") is not None:
-            refuse("negative_prompt_ids", "...")
+            refuse("negative_prompt_ids", kwargs["negative_prompt_ids"])
         whole = super()._get_logits_processor(generation_config, *args, **kwargs)
         check_processors(whole)
         if not whole:

@@ -1,4 +1,4 @@
-"""A request and its life: waiting, running, finished or failed."""
+"""A request and its life: waiting, running, finished or cancelled."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,8 +23,7 @@ class Request:
         stop: called with the request after every token; True ends it.
         start_options: arguments of the adapter's `start`.
         tokens, exit_depths: what came out so far.
-        status: "waiting", "running", "finished", "cancelled" or "failed".
-        error: the cause of a failure.
+        status: "waiting", "running", "finished" or "cancelled".
     """
 
     key: int
@@ -41,7 +40,6 @@ class Request:
     scores: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     status: str = "waiting"
-    error: Exception | None = None
 
     # What the engine carries from launch to launch: the positions under way, the prelude's output and the state.
     start: int = 0
@@ -61,10 +59,6 @@ class Request:
     @property
     def in_prompt(self) -> bool:
         return not self.tokens
-
-    @property
-    def done(self) -> bool:
-        return self.status in ("finished", "cancelled", "failed")
 
     def release(self) -> None:
         """Drop the tensors that only a running request needs."""

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hf_cdb.models.huginn.loop_count import sample_num_steps
+from hf_cdb.models.huginn.loop_count import draw_num_steps
 from hf_cdb.models.ouro.objective import expected_exit_loss
 
 from ..tiny import RANDOM, assert_close, prompts, random_huginn, random_ouro
@@ -119,7 +119,7 @@ def test_training_draws_its_loops_and_truncates_at_the_configured_depth(monkeypa
     for seed in range(12):
         seen.clear()
         torch.manual_seed(seed)
-        expected = sample_num_steps(6, 2)
+        expected = draw_num_steps(6, 2)
         torch.manual_seed(seed)
         model(BATCH, labels=BATCH, use_cache=False)
         assert seen == [False] * expected[0] + [True] * expected[1]
@@ -160,7 +160,7 @@ def test_loops_without_gradient_leave_the_loss_alone_and_truncate_the_gradient()
 
 def test_random_number_of_loops():
     torch.manual_seed(0)
-    draws = [sample_num_steps(8, 3) for _ in range(4000)]
+    draws = [draw_num_steps(8, 3) for _ in range(4000)]
     loops = torch.tensor([sum(draw) for draw in draws], dtype=torch.float64)
     assert loops.min() >= 1
     assert loops.mean().item() == pytest.approx(9, rel=0.05)

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["parse_num_steps", "sample_num_steps"]
+__all__ = ["draw_num_steps", "parse_num_steps"]
 
 
-def sample_num_steps(mean_recurrence: int, mean_backprop_depth: int) -> tuple[int, int]:
+def draw_num_steps(mean_recurrence: int, mean_backprop_depth: int) -> tuple[int, int]:
     """Random loops without and with gradient, log-normal Poisson (arXiv 2502.05171, section on training objective).
 
     `tau ~ N(log r - 1/8, 1/2)`, loops `~ Poisson(exp(tau)) + 1` with mean `r + 1`; the last `mean_backprop_depth`

@@ -23,7 +23,7 @@ from ..norm import LoopRMSNorm
 from ..pretrained import LoopedPreTrainedModel
 from ..rope import LoopRotaryEmbedding, rotate_pairs
 from .configuration_huginn import HuginnConfig
-from .loop_count import parse_num_steps, sample_num_steps
+from .loop_count import draw_num_steps, parse_num_steps
 from .start_state import random_start_state
 
 __all__ = ["HuginnCausalLMOutput", "HuginnPreTrainedModel", "RavenForCausalLM"]
@@ -385,7 +385,7 @@ class RavenForCausalLM(CDBGenerationMixin, HuginnPreTrainedModel):
 
     def sample_num_steps(self) -> tuple[int, int]:
         """Random loops (without, with gradient) of a training step, for this model's config."""
-        return sample_num_steps(self.config.mean_recurrence, self.config.mean_backprop_depth)
+        return draw_num_steps(self.config.mean_recurrence, self.config.mean_backprop_depth)
 
     def _check_input_states(
         self, input_states: torch.Tensor, embeds: torch.Tensor, init_scale: float | None
