@@ -37,8 +37,8 @@ class CDBConfig:
         min_coda_batch: rows that must have left before a coda runs; without refill all rows of a cohort do.
         refill: give a finished row's place to the next prompt at once; False: cohorts in lockstep.
         prefill_chunk_size: positions of a prompt per launch at most; None is the whole prompt.
-        max_kv_memory: bytes that the keys and values of rows in flight hold at most (an integer), or a share of the free
-            memory (a float up to 1). Gaps that ended requests leave in the pool come on top.
+        max_kv_memory: bytes that the keys and values of rows in flight hold at most (an integer), or a share of the
+            free memory (a float up to 1). Gaps that ended requests leave in the pool come on top.
         exit_depths: for `replay`, a depth per row and new token; the first of every row is R.
         seeds: for sampling, a seed per prompt, which alone decides the row's noise.
         trace: record every launch in `stats.trace`.
