@@ -338,8 +338,10 @@ def test_slot_arithmetic_by_hand():
         assert [policy.unwritten(depth) for depth in (1, 2, 3, 4)] == unwritten
 
 
-def test_reading_copies_nothing():
-    """What attention is handed are views of the requests' own tensors."""
+@pytest.mark.parametrize("short", [0, 2_000, 10**9])
+def test_reading_copies_nothing(short, monkeypatch):
+    """What attention is handed are views of the requests' own tensors, in either layout and in both at once."""
+    monkeypatch.setattr("hf_cdb.cache.SHORT_BYTES", short)
     adapter = adapter_for(random_ouro())
     cache = DepthCache(adapter, KVPolicy.create("last_exited", 4))
     for key, capacity in ((0, 6), (1, 9)):
@@ -357,16 +359,16 @@ def test_reading_copies_nothing():
 
 
 @pytest.mark.parametrize("name", ["ouro-gqa", "huginn", "dory"])
-@pytest.mark.parametrize("most", [0, 7_000, 10**9])
-def test_packed_and_single_attention_agree(name, most, monkeypatch):
-    """Whichever of the two a row's length calls for: none packed, some, all."""
+@pytest.mark.parametrize(("packed", "short"), [(0, 10**9), (7_000, 10**9), (10**9, 10**9), (10**9, 0), (10**9, 9_000)])
+def test_packed_and_single_attention_agree(name, packed, short, monkeypatch):
+    """Whichever of the two a row's length calls for: none packed, some, all; in either layout, and in both at once."""
     model = model_of(name)
     ids, mask = left_pad(prompts(*LENGTHS))
     settings = {"exit_rule": "confidence", "exit_threshold": THRESHOLDS["confidence"][name], "prefill_chunk_size": 9}
     options = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    monkeypatch.setattr("hf_cdb.places.PACK_BYTES", 20_000)
     expected = model.generate(ids, attention_mask=mask, cdb=settings, **options)
-    monkeypatch.setattr("hf_cdb.places.PACK_BYTES", most)
+    monkeypatch.setattr("hf_cdb.places.PACK_BYTES", packed)
+    monkeypatch.setattr("hf_cdb.cache.SHORT_BYTES", short)
     output = model.generate(ids, attention_mask=mask, cdb=settings, **options)
     assert torch.equal(output.sequences, expected.sequences)
     assert torch.equal(output.exit_depths, expected.exit_depths)

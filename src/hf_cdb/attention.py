@@ -38,16 +38,16 @@ def depth_attention(
         `[1, tokens, heads, head dim]`, and None for the weights.
     """
     places = depth_cache.places
-    packed = _attend_packed(query, depth_cache, scaling, sliding_window) if places.short else None
-    if packed is not None and places.short_tokens is None:
+    packed = _attend_packed(query, depth_cache, scaling, sliding_window) if places.packed else None
+    if packed is not None and places.packed_tokens is None:
         return packed[None], None
     output = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
     if packed is not None:
-        output[places.short_tokens] = packed
-    token, short = 0, set(places.short)
+        output[places.packed_tokens] = packed
+    token, together = 0, set(places.packed)
     for index, span in enumerate(depth_cache.bound):
         length = span.end - span.start
-        if index not in short:
+        if index not in together:
             # What a prompt that starts here reads are its own new entries, warm in the caches of the processor.
             whole = span.start == 0
             read = [x.narrow(2, token, length) for x in (key, value)] if whole else depth_cache.views(index)
@@ -58,11 +58,11 @@ def depth_attention(
 
 
 def _attend_packed(query: torch.Tensor, depth_cache: DepthCache, scaling: float, window: int | None) -> torch.Tensor:
-    """Attention of the short spans in one call, `[spans, heads, head dim]`."""
+    """Attention of the packed spans in one call, `[spans, heads, head dim]`."""
     places = depth_cache.places
     queries = query[0].transpose(0, 1)
-    if places.short_tokens is not None:
-        queries = queries[places.short_tokens]
+    if places.packed_tokens is not None:
+        queries = queries[places.packed_tokens]
     both = depth_cache.packed()
     # The heads that share a key are as good as queries of it.
     grouped = queries.unflatten(1, (both.shape[2], -1))

@@ -3,27 +3,15 @@
 Every request holds one stretch of a pool: for each core layer and position as many entries as the KV policy has slots.
 """
 
-from dataclasses import dataclass
-
 import torch
 from transformers.cache_utils import Cache
 
 from .adapters import LoopAdapter
 from .kv_policy import KVPolicy
-from .places import Places, Span
+from .places import SHORT_BYTES, Places, Segment, Span
 from .pool import Pool
 
 __all__ = ["DepthCache"]
-
-
-@dataclass
-class _Segment:
-    """A request's share of the pools: `[slots, 2, kv heads, capacity]` rows, keys before values, one head after the
-    other. The pool of the outer layers has one slot."""
-
-    capacity: int
-    core: int
-    outer: int
 
 
 class DepthCache(Cache):
@@ -40,10 +28,11 @@ class DepthCache(Cache):
     def __init__(self, adapter: LoopAdapter, policy: KVPolicy):
         super().__init__(layers=[])
         self.adapter, self.policy = adapter, policy
-        like = (adapter.head_dim, adapter.dtype, adapter.device)
+        self._heads = 2 * adapter.kv_heads  # of keys and of values
+        like = (self._heads * adapter.head_dim, adapter.dtype, adapter.device)
         outer_layers = adapter.prelude_layers + adapter.coda_layers
         self._pools = {"core": Pool(adapter.core_layers, *like), "outer": Pool(outer_layers, *like)}
-        self._segments: dict[int, _Segment] = {}
+        self._segments: dict[int, Segment] = {}
         self._places: dict[str, Places] = {}
         self.bound: list[Span] = []
 
@@ -71,7 +60,7 @@ class DepthCache(Cache):
         return rows * self._pools[kind].row_bytes
 
     def _rows(self, kind: str, capacity: int) -> int:
-        return (self.policy.slots if kind == "core" else 1) * 2 * self.adapter.kv_heads * capacity
+        return (self.policy.slots if kind == "core" else 1) * capacity
 
     def reserve(self, capacities: list[int]) -> None:
         """Make room for requests of these capacities at once."""
@@ -81,7 +70,8 @@ class DepthCache(Cache):
     def allocate(self, key: int, capacity: int) -> None:
         """Give request `key` room for `capacity` positions."""
         core, outer = (pool.allocate(self._rows(kind, capacity)) for kind, pool in self._pools.items())
-        self._segments[key] = _Segment(capacity, core, outer)
+        short = capacity * self._heads * self.adapter.head_dim * self.adapter.dtype.itemsize <= SHORT_BYTES
+        self._segments[key] = Segment(capacity, core, outer, short)
 
     def free(self, key: int) -> None:
         """Take back what request `key` holds; nothing happens where it holds nothing."""
@@ -108,8 +98,15 @@ class DepthCache(Cache):
         if section == "coda":
             layer += self.adapter.prelude_layers
         self._reading = kind, layer
-        new = torch.stack((key_states, value_states)).flatten(0, -2)
-        self._pools[kind].tensor[layer].index_copy_(0, self._bound_places(kind).written, new)
+        places, pool = self._bound_places(kind), self._pools[kind].tensor[layer]
+        key, value = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        new = torch.stack((key, value), dim=1)  # [tokens, 2, kv heads, head dim]
+        if places.by_position is not None:
+            chosen = new if places.by_head is None else new[places.position_tokens]
+            pool.index_copy_(0, places.by_position, chosen.flatten(1))
+        if places.by_head is not None:
+            chosen = new if places.by_position is None else new[places.head_tokens]
+            pool.view(-1, new.shape[-1]).index_copy_(0, places.by_head, chosen.flatten(0, -2))
         return key_states, value_states
 
     @property
@@ -121,29 +118,32 @@ class DepthCache(Cache):
     def views(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[1, kv heads, positions, head dim]` that span `index` reads: views, nothing is copied."""
         kind, layer = self._reading
-        first, capacity, heads = self.places.firsts[index], self.places.capacities[index], self.adapter.kv_heads
-        rows = self._pools[kind].tensor[layer].narrow(0, first, 2 * heads * capacity)
-        both = rows.view(2, 1, heads, capacity, -1).narrow(3, 0, self.bound[index].end)
-        return both[0], both[1]
+        first, segment, heads = self.places.firsts[index], self.places.segments[index], self.adapter.kv_heads
+        rows = self._pools[kind].tensor[layer].narrow(0, first, segment.capacity)
+        if segment.short:
+            both = rows.view(segment.capacity, 2, heads, -1).permute(1, 2, 0, 3)
+        else:
+            both = rows.view(2, heads, segment.capacity, -1)
+        both = both.narrow(2, 0, self.bound[index].end)
+        return both[:1], both[1:]
 
     def packed(self) -> torch.Tensor:
-        """Keys and values of the spans `places.short` side by side, `[2, spans, kv heads, longest, head dim]`, a copy.
+        """Keys and values of the spans `places.packed` side by side, `[2, spans, kv heads, longest, head dim]`, a copy.
 
         Entries beyond a span's end repeat its last one and have to be masked.
         """
         kind, layer = self._reading
         rows = self.places.packed_rows
-        return self._pools[kind].tensor[layer].index_select(0, rows.flatten()).view(*rows.shape, -1)
+        copied = self._pools[kind].tensor[layer].index_select(0, rows.flatten())
+        return copied.view(*rows.shape, 2, self.adapter.kv_heads, -1).permute(2, 0, 3, 1, 4)
 
     def _bound_places(self, kind: str) -> "Places":
         if kind not in self._places:
-            firsts, capacities = [], []
-            for span in self.bound:
-                segment = self._segments[span.key]
+            firsts, segments = [], [self._segments[span.key] for span in self.bound]
+            for span, segment in zip(self.bound, segments, strict=True):
                 slot = self.policy.slot(span.loop) if kind == "core" else 0
-                capacities.append(segment.capacity)
-                firsts.append(getattr(segment, kind) + slot * 2 * self.adapter.kv_heads * segment.capacity)
-            self._places[kind] = Places(self.bound, firsts, capacities, self.adapter)
+                firsts.append(getattr(segment, kind) + slot * segment.capacity)
+            self._places[kind] = Places(self.bound, firsts, segments, self.adapter)
         return self._places[kind]
 
     def fill(self, key: int, position: int, depth: int) -> None:
@@ -154,9 +154,15 @@ class DepthCache(Cache):
         unwritten = self.policy.unwritten(depth)
         if not unwritten:
             return
-        segment, heads = self._segments[key], self.adapter.kv_heads
+        segment = self._segments[key]
         rows = self._pools["core"].tensor.narrow(1, segment.core, self._rows("core", segment.capacity))
-        entries = rows.view(rows.shape[0], self.policy.slots, 2 * heads, segment.capacity, -1)[:, :, :, position]
+        entries = rows.view(rows.shape[0], self.policy.slots, segment.capacity, -1)
+        if segment.short:
+            entries = entries[:, :, position]
+        else:
+            entries = entries.view(*rows.shape[:1], self.policy.slots, self._heads, segment.capacity, -1)[
+                ..., position, :
+            ]
         source = entries[:, self.policy.slot(depth), None]
         if unwritten[-1] - unwritten[0] + 1 == len(unwritten):
             entries[:, unwritten[0] : unwritten[-1] + 1] = source

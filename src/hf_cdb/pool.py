@@ -6,23 +6,23 @@ __all__ = ["Pool"]
 
 
 class Pool:
-    """A tensor `[layers, rows, head dim]` of which requests hold consecutive rows, the same ones in every layer.
+    """A tensor `[layers, rows, width]` of which requests hold consecutive rows, the same ones in every layer.
 
     One tensor for all requests lets a launch write the new entries of all of its rows by one indexed copy a layer.
 
     Args:
-        layers, head_dim, dtype, device: of the tensor.
+        layers, width, dtype, device: of the tensor.
     """
 
-    def __init__(self, layers: int, head_dim: int, dtype: torch.dtype, device: torch.device):
-        self.tensor = torch.empty(layers, 0, head_dim, dtype=dtype, device=device)
+    def __init__(self, layers: int, width: int, dtype: torch.dtype, device: torch.device):
+        self.tensor = torch.empty(layers, 0, width, dtype=dtype, device=device)
         self._free: list[tuple[int, int]] = []  # (first row, rows), in order, never adjacent
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row, all layers together."""
-        layers, _, head_dim = self.tensor.shape
-        return layers * head_dim * self.tensor.dtype.itemsize
+        layers, _, width = self.tensor.shape
+        return layers * width * self.tensor.dtype.itemsize
 
     @property
     def reserved_bytes(self) -> int:
@@ -64,8 +64,8 @@ class Pool:
         self._free = merged
 
     def _extend(self, rows: int) -> None:
-        layers, held, head_dim = self.tensor.shape
-        grown = self.tensor.new_empty(layers, held + rows, head_dim)
+        layers, held, width = self.tensor.shape
+        grown = self.tensor.new_empty(layers, held + rows, width)
         grown[:, :held] = self.tensor
         self.tensor = grown
         self.release(held, rows)

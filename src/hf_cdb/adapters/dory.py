@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from .base import LoopAdapter, count_parameters, register_adapter
+from .head import apply_head
 
 __all__ = ["DoryAdapter"]
 
@@ -58,7 +59,7 @@ class DoryAdapter(LoopAdapter):
 
     def coda(self, state, layer_inputs, keep=None):
         state = self._run(self._sections()[2], state, layer_inputs)[0]
-        return self.model.lm_head(self.model.model.norm(state if keep is None else state[keep]))
+        return apply_head(self.model.lm_head, self.model.model.norm(state if keep is None else state[keep]))
 
     def parameter_counts(self):
         prelude, core, coda = self._sections()

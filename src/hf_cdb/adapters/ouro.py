@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from .base import LoopAdapter, count_parameters, register_adapter
+from .head import apply_head
 from .rotary import RotaryTable
 
 __all__ = ["OuroAdapter"]
@@ -35,7 +36,7 @@ class OuroAdapter(LoopAdapter):
 
     def coda(self, state, layer_inputs, keep=None):
         state = state[0] if keep is None else state[0, keep]
-        return self.model.coda(state)
+        return apply_head(self.model.lm_head, state)
 
     def gate_logits(self, state):
         return self.model.model.early_exit_gate(state).squeeze(-1)

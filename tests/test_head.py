@@ -1,0 +1,28 @@
+import torch
+from torch import nn
+
+from hf_cdb.adapters.head import apply_head
+
+
+def test_the_head_gives_the_same_logits_for_few_rows_and_many():
+    torch.manual_seed(0)
+    head = nn.Linear(48, 200, bias=False).requires_grad_(False)
+    states = torch.randn(12, 48)
+    for rows in range(1, 13):
+        expected = (states[:rows].double() @ head.weight.double().T).float()
+        assert torch.allclose(apply_head(head, states[:rows]), expected, atol=1e-5)
+
+
+def test_whoever_changes_the_head_is_heard():
+    """A bias, a hook, a replaced forward (accelerate) and a subclass (quantisation, LoRA) all take the layer's call."""
+
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    states = torch.randn(4, 48)
+    hooked, replaced = nn.Linear(48, 20, bias=False), nn.Linear(48, 20, bias=False)
+    hooked.register_forward_hook(lambda module, inputs, output: output + 1)
+    replaced.forward = lambda x: x @ replaced.weight.T - 1
+    for head in (nn.Linear(48, 20), hooked, replaced, Doubled(48, 20, bias=False)):
+        assert torch.equal(apply_head(head, states), head(states))
