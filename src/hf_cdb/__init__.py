@@ -13,6 +13,7 @@ from importlib.metadata import version
 from .adapters import LoopAdapter, register_adapter
 from .cache import DepthCache
 from .config import CDBConfig
+from .exit_heads import attach_exit_head, load_exit_head
 from .exits import ExitRule
 from .generation import CDBGenerationMixin, GenerateCDBOutput, enable_cdb
 from .models import (
@@ -42,7 +43,9 @@ __all__ = [
     "OuroModel",
     "OuroModelOutput",
     "RavenForCausalLM",
+    "attach_exit_head",
     "enable_cdb",
+    "load_exit_head",
     "register_adapter",
 ]
 __version__ = version("hf-cdb")

@@ -10,6 +10,7 @@ import torch
 from transformers.utils import logging
 
 from .adapters import LoopAdapter
+from .exit_heads import ExitHead, head_for
 from .exits import RULES, ExitRule, make_rule
 from .kv_policy import POLICIES
 
@@ -190,16 +191,12 @@ class CDBConfig:
         rule = self.exit_rule
         if rule == "auto":
             rule = "gate" if adapter.has_gate else "latent-diff"
-        if rule == "gate" and not adapter.has_gate:
-            raise ValueError(
-                f"exit_rule='gate': {name} has no exit gate. Choose latent-diff, confidence or another rule that needs "
-                "none."
-            )
         threshold = self.exit_threshold
         if threshold is None and rule == "gate":
             threshold = adapter.default_threshold
         if not isinstance(rule, ExitRule):
-            rule = make_rule(rule, threshold, self.exit_depths)
+            rule = make_rule(rule, threshold, self.exit_depths, self._head(rule, adapter))
+        rule.configure(adapter, depth, self.lookahead)
         policy = adapter.default_kv_policy if self.kv_policy == "auto" else self.kv_policy
         if policy == "shared" and adapter.model_type == "ouro":
             logger.warning_once(
@@ -214,6 +211,24 @@ class CDBConfig:
         return dataclasses.replace(
             self, max_depth=depth, exit_rule=rule, exit_threshold=None, exit_depths=None, kv_policy=policy
         )
+
+    def _head(self, rule: str, adapter: LoopAdapter) -> ExitHead | None:
+        """The trained head that the rule of this name reads; None where it reads none, or the model's own gate."""
+        if rule == "preloop":
+            return head_for(adapter, "preloop")
+        if rule != "gate":
+            return None
+        head = head_for(adapter, "lookahead") if self.lookahead else None
+        head = head_for(adapter, "same-step") if head is None else head
+        if head is None and not adapter.has_gate:
+            name = type(adapter.model).__name__
+            raise ValueError(
+                f"exit_rule='gate' with lookahead={self.lookahead}: {name} has no exit gate of its own and no trained "
+                "head for that. Train one with `hf-cdb train gate MODEL`, give one by hf_cdb.attach_exit_head(model, "
+                "head), set lookahead=1 if a lookahead head is all there is, or choose latent-diff, confidence or "
+                "another rule that needs none."
+            )
+        return head
 
 
 def _check_integer(name: str, value: Any) -> None:

@@ -12,6 +12,8 @@ from transformers.utils import logging
 from .adapters import adapter_for
 from .config import CDBConfig
 from .engine import Engine
+from .exit_heads import FOLDER as HEADS_FOLDER
+from .exit_heads import save_exit_heads
 from .generation_arguments import UNSUPPORTED_SETTINGS, refuse, refuse_early, take_official_arguments
 from .generation_requests import make_noise, make_requests
 from .request import Request
@@ -64,11 +66,20 @@ class CDBGenerationMixin(GenerationMixin):
             refuse_early(kwargs)
         return super().generate(*args, **kwargs)
 
-    def save_pretrained(self, *args, **kwargs):
+    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
+        """As the library's, and writes the model's trained exit heads into the folder `exit_heads` there."""
         if getattr(self.generation_config, "cdb", None) is not None:
             # Marked as made from the model config, the file would lose its extra keys on the next load.
             self.generation_config._from_model_config = False
-        return super().save_pretrained(*args, **kwargs)
+        if is_main_process:
+            save_exit_heads(self, save_directory)
+        return super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+
+    def _get_files_timestamps(self, working_dir):
+        # What is older than these is not uploaded, and the heads were written just before.
+        timestamps = super()._get_files_timestamps(working_dir)
+        timestamps.pop(HEADS_FOLDER, None)
+        return timestamps
 
     def _wants_cdb(self, cdb: Any, generation_config: Any) -> bool:
         if cdb is None:

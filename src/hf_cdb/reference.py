@@ -20,6 +20,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from .adapters import LoopAdapter, adapter_for
+from .exit_heads import find_exit_head
 
 __all__ = ["ReferenceOutput", "reference_generate"]
 
@@ -33,8 +34,13 @@ _DEFAULT_THRESHOLDS = {
     "argmax-stability": 5,
     "confidence": 0.9,
 }
-_RULES = (*_DEFAULT_THRESHOLDS, "gate", "never", "replay")
-_LEAVE_AT_OR_ABOVE = ("gate", "argmax-stability", "confidence")  # the other rules leave below their threshold
+_RULES = (*_DEFAULT_THRESHOLDS, "gate", "preloop", "never", "replay")
+_LEAVE_AT_OR_ABOVE = (
+    "gate",
+    "preloop",
+    "argmax-stability",
+    "confidence",
+)  # the other rules leave below their threshold
 
 
 @dataclass
@@ -80,11 +86,12 @@ def reference_generate(
             ("eager" or "sdpa").
         prompt: int64 token ids `[positions]` without padding, or embeddings `[positions, width]`.
         max_new_tokens: tokens to generate, at least 1.
-        exit_rule: "gate", "latent-diff", "cosine", "entropy-diff", "kl", "minp-kl", "argmax-stability", "confidence",
-            "never", "replay", or "auto": the gate where the model has one, else "latent-diff". Or a function
-            `(loop, previous_state, state, logits) -> bool` of loops from 1, states `[width]` and a function without
-            arguments that returns the logits `[vocab]`.
-        exit_threshold: default the published one of the rule, or the checkpoint's own for its gate.
+        exit_rule: "gate", "preloop", "latent-diff", "cosine", "entropy-diff", "kl", "minp-kl", "argmax-stability",
+            "confidence", "never", "replay", or "auto": the gate where the model has one of its own, else "latent-diff".
+            Or a function `(loop, previous_state, state, logits) -> bool` of loops from 1, states `[width]` and a
+            function without arguments that returns the logits `[vocab]`.
+        exit_threshold: default the published one of the rule, or the checkpoint's own for its gate; 0.5 for a trained
+            head otherwise.
         min_depth: least depth to leave at.
         max_depth: R, the full depth; default the model's own.
         lookahead: 1 if a signal after loop t means depth t + 1.
@@ -103,8 +110,10 @@ def reference_generate(
         exit_rule = "gate" if adapter.has_gate else "latent-diff"
     if not callable(exit_rule) and exit_rule not in _RULES:
         raise ValueError(f"exit_rule={exit_rule!r} is none of {', '.join(_RULES)}.")
+    head = _trained_head(model, exit_rule, lookahead)
     if exit_threshold is None:
         exit_threshold = adapter.default_threshold if exit_rule == "gate" else _DEFAULT_THRESHOLDS.get(exit_rule)
+        exit_threshold = 0.5 if exit_threshold is None and head is not None else exit_threshold
     if (exit_rule == "replay") != (exit_depths is not None):
         raise ValueError("exit_rule='replay' and exit_depths belong together.")
     if exit_depths is not None:
@@ -124,7 +133,7 @@ def reference_generate(
         elif exit_rule in ("never", "replay"):
             logits, depth, values = row.run_token(tokens[-1], full_depth if exit_depths is None else exit_depths[index])
         else:
-            rule = _Rule(exit_rule, exit_threshold, adapter)  # a rule starts anew for every token
+            rule = _Rule(exit_rule, exit_threshold, adapter, head, lookahead)  # a rule starts anew for every token
             logits, depth, values = row.run_token(tokens[-1], full_depth, rule, min_depth, lookahead)
         tokens.append(int(logits.argmax()) if choose is None else int(choose(index, logits)))
         depths.append(depth)
@@ -133,6 +142,18 @@ def reference_generate(
         if tokens[-1] in tuple(eos_token_ids):
             break
     return ReferenceOutput(tokens, depths, torch.stack(all_logits), signals)
+
+
+def _trained_head(model: nn.Module, rule: str | Callable[..., bool], lookahead: int) -> nn.Module | None:
+    """The head that "gate" and "preloop" read; None for the model's own gate and for the other rules."""
+    wanted = {"gate": ("lookahead", "same-step") if lookahead else ("same-step",), "preloop": ("preloop",)}
+    for kind in wanted.get(rule, ()) if isinstance(rule, str) else ():
+        head = find_exit_head(model, kind)
+        if head is not None:
+            return head
+    if rule == "preloop":
+        raise ValueError("exit_rule='preloop', but the model has no preloop head.")
+    return None
 
 
 def _slot(policy: str, loop: int, kv_slots: int | None) -> int:
@@ -206,7 +227,9 @@ class _Row:
             self.store.loop = loop
             previous, state = state, self.adapter.loop(state, embeds, inputs)
             if not decided and loop < max_depth:
-                value, leaves = rule(loop, previous[0, 0], state[0, 0], partial(self._logits, state, inputs))
+                value, leaves = rule(
+                    loop, previous[0, 0], state[0, 0], partial(self._logits, state, inputs), embeds[0, 0]
+                )
                 values.append(value)
                 if leaves and loop + lookahead >= min_depth:
                     depth, decided = loop + lookahead, True
@@ -247,29 +270,52 @@ class _Rule:
     Rules and their first values are those of arXiv 2502.05171, the gate that of arXiv 2510.25741.
     """
 
-    def __init__(self, name: str | Callable[..., bool], threshold: float | None, adapter: LoopAdapter):
+    def __init__(
+        self,
+        name: str | Callable[..., bool],
+        threshold: float | None,
+        adapter: LoopAdapter,
+        head: nn.Module | None = None,
+        lookahead: int = 0,
+    ):
         self.name, self.threshold, self.adapter = name, threshold, adapter
+        self.head, self.lookahead = head, lookahead
         self.cdf, self.survival, self.entropy = 0.0, 1.0, 100.0
         self.log_p, self.token, self.unchanged = None, None, 0
 
-    def __call__(self, loop: int, previous: torch.Tensor, state: torch.Tensor, logits: Callable) -> tuple[float, bool]:
-        """Value of the rule after `loop`, and whether it says to leave; arguments as a user's rule gets them."""
+    def __call__(
+        self, loop: int, previous: torch.Tensor, state: torch.Tensor, logits: Callable, embeds: torch.Tensor
+    ) -> tuple[float, bool]:
+        """Value of the rule after `loop`, and whether it says to leave.
+
+        Arguments as a user's rule gets them, and the prelude's output `[width]`.
+        """
         if callable(self.name):
             leaves = bool(self.name(loop, previous, state, logits))
             return float(leaves), leaves
-        value = float(self._value(previous, state, logits))
-        if self.name == "gate" and self.threshold >= 1:
+        value = float(self._value(loop, previous, state, logits, embeds))
+        if self.name in ("gate", "preloop") and self.threshold >= 1:
             return value, False  # a sum of probabilities can round up to 1 too early
         return value, value >= self.threshold if self.name in _LEAVE_AT_OR_ABOVE else value < self.threshold
 
-    def _value(self, previous: torch.Tensor, state: torch.Tensor, logits: Callable) -> float | torch.Tensor:
+    def _value(
+        self, loop: int, previous: torch.Tensor, state: torch.Tensor, logits: Callable, embeds: torch.Tensor
+    ) -> float | torch.Tensor:
         match self.name:
             case "gate":
                 # Hazard sigmoid(x) of leaving now, if not left before; 1 - sigmoid(x) = sigmoid(-x).
-                x = self.adapter.gate_logits(state)
+                if self.head is None:
+                    x = self.adapter.gate_logits(state)
+                else:  # one row of weights; a bias for each loop, the last one for all loops beyond
+                    weight, bias = self.head.weight.to(_wide(state)), self.head.bias.to(_wide(state))
+                    x = weight[0] @ _wide(state) + bias[min(loop, len(bias)) - 1]
                 self.cdf += float(x.sigmoid()) * self.survival
                 self.survival *= float((-x).sigmoid())
                 return self.cdf
+            case "preloop":
+                # Probability of the depths up to the one that leaving now would give.
+                weight, bias = self.head.weight.to(_wide(embeds)), self.head.bias.to(_wide(embeds))
+                return (weight @ _wide(embeds) + bias).softmax(-1)[: loop + self.lookahead].sum()
             case "latent-diff":
                 return (_wide(state) - _wide(previous)).norm() / _wide(state).norm()
             case "cosine":

@@ -1,0 +1,48 @@
+"""The command line, `hf-cdb COMMAND ...` or `python -m hf_cdb COMMAND ...`."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+from .bench import quick
+from .training import gate_command, tiny_command
+
+__all__ = ["build_parser", "main"]
+
+# Group -> command -> (what it does, what adds its arguments and sets its `run`).
+COMMANDS: dict[str, dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]]] = {
+    "train": {
+        "tiny": ("train a small looped model from a recipe file", tiny_command.add_arguments),
+        "gate": ("train an exit head of a looped model and save it beside the model", gate_command.add_arguments),
+    },
+    "bench": {"quick": ("throughput of the engine on a random model, depths replayed", quick.add_arguments)},
+}
+GROUPS = {"train": "train models", "bench": "measure speed"}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hf-cdb", description="Adaptive-depth inference of looped language models.")
+    parser.add_argument("--version", action="version", version=f"hf-cdb {version('hf-cdb')}")
+    parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
+    groups = parser.add_subparsers(dest="group", required=True, metavar="COMMAND")
+    for group, commands in COMMANDS.items():
+        parsers = groups.add_parser(group, help=GROUPS[group]).add_subparsers(
+            dest="command", required=True, metavar="COMMAND"
+        )
+        for command, (summary, add_arguments) in commands.items():
+            add_arguments(parsers.add_parser(command, help=summary, description=f"{summary.capitalize()}."))
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status: 0, or 2 after an error that the user can mend, told in one line."""
+    parsed = build_parser().parse_args(arguments)
+    try:
+        parsed.run(parsed)
+    except (ValueError, OSError, FloatingPointError) as error:
+        if parsed.traceback:
+            raise
+        print(f"hf-cdb {parsed.group} {parsed.command}: error: {error}", file=sys.stderr)
+        return 2
+    return 0

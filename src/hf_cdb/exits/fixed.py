@@ -1,0 +1,41 @@
+"""Rules that look at nothing: full depth, and given depths."""
+
+from collections.abc import Sequence
+
+from .rule import ExitRule
+
+__all__ = ["Never", "Replay"]
+
+
+class Never(ExitRule):
+    """Full depth for every token: exits are off."""
+
+    name = "never"
+
+    def leave(self, places, depths, previous, state, logits):
+        return [False] * len(depths)
+
+
+class Replay(ExitRule):
+    """Given depths.
+
+    Args:
+        depths: rows of depths, one row for each row of the call; entry k belongs to its k-th new token.
+    """
+
+    name = "replay"
+
+    def __init__(self, depths: Sequence[Sequence[int]]):
+        self.depths = [list(row) for row in depths]
+        super().__init__()
+
+    def bind(self, adapter, places):
+        super().bind(adapter, places)
+        self._wanted = [0] * places
+
+    def begin(self, places, embeds, start, tokens):
+        for place, (row, index) in zip(places.tolist(), tokens, strict=True):
+            self._wanted[place] = self.depths[row][index]
+
+    def leave(self, places, depths, previous, state, logits):
+        return [depth >= self._wanted[place] for place, depth in zip(places.tolist(), depths, strict=True)]

@@ -1,0 +1,114 @@
+"""`hf-cdb train gate MODEL`: train an exit head and save it beside the model."""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..adapters import adapter_for
+from ..exit_heads import KINDS
+from .gate import GateSettings, train_gate
+from .gate_data import read_gate_data
+from .gate_targets import TARGETS, make_target
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command; `run` of the parsed arguments carries it out."""
+    defaults = GateSettings()
+    parser.add_argument("model", metavar="MODEL", help="folder or Hub repository of a looped model")
+    parser.add_argument("--kind", choices=list(KINDS), default=defaults.kind, help="(default %(default)s)")
+    parser.add_argument("--target", choices=list(TARGETS), default="kl", help="(default %(default)s)")
+    parser.add_argument("--slope", type=float, help="of the targets kl and improvement (default the target's)")
+    parser.add_argument("--scale", type=float, help="of the target kl, in nats (default the target's)")
+    parser.add_argument("--margin", type=float, help="of the target improvement, in nats (default the target's)")
+    parser.add_argument(
+        "--data",
+        default="builtin",
+        help="a .txt or .jsonl file, a `datasets` folder, or builtin: the package's text and tasks (default)",
+    )
+    parser.add_argument("--tokens", type=int, default=32_768, help="to train on (default %(default)s)")
+    parser.add_argument("--held-out-tokens", type=int, default=16_384, help="to report on (default %(default)s)")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a row at most (default %(default)s)")
+    parser.add_argument(
+        "--prompt-weight", type=float, default=0.1, help="of prompts, where text has 1 (default %(default)s)"
+    )
+    parser.add_argument("--answer-weight", type=float, default=1.0, help="of answers (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=defaults.steps, help="(default %(default)s)")
+    parser.add_argument("--batch", type=int, default=defaults.batch, help="states in a step (default %(default)s)")
+    parser.add_argument("--lr", type=float, default=defaults.lr, help="learning rate (default %(default)s)")
+    parser.add_argument(
+        "--depth-bias",
+        action=argparse.BooleanOptionalAction,
+        default=defaults.depth_bias,
+        help="a bias for every loop (default on)",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--max-memory",
+        type=int,
+        default=defaults.max_memory,
+        help="bytes of states in memory; more go to a temporary file (default %(default)s)",
+    )
+    parser.add_argument("--output", help="folder to write exit_heads into (default MODEL, if it is a folder)")
+    parser.add_argument("--thresholds", type=float, nargs="+", default=list(defaults.thresholds), help="of the report")
+    parser.add_argument("--device", help="device of torch (default cuda where there is one, else cpu)")
+    parser.add_argument("--threads", type=int, help="threads of torch on the CPU (default torch's)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Train, print the report, save.
+
+    Raises:
+        ValueError: an argument that cannot work; before any training where possible.
+    """
+    if arguments.output is None and not os.path.isdir(arguments.model):
+        raise ValueError(f"MODEL={arguments.model!r} is no folder that a head could be saved in. Name one by --output.")
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    target = make_target(arguments.target, slope=arguments.slope, scale=arguments.scale, margin=arguments.margin)
+    settings = GateSettings(
+        kind=arguments.kind,
+        target=target,
+        steps=arguments.steps,
+        lr=arguments.lr,
+        batch=arguments.batch,
+        depth_bias=arguments.depth_bias,
+        seed=arguments.seed,
+        thresholds=tuple(arguments.thresholds),
+        max_memory=arguments.max_memory,
+    )
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").eval()
+    adapter_for(model)  # refuses a model without loops before the data is read
+    data = read_gate_data(
+        arguments.data,
+        _tokenizer(arguments.model),
+        tokens=arguments.tokens,
+        held_out_tokens=arguments.held_out_tokens,
+        length=arguments.length,
+        prompt_weight=arguments.prompt_weight,
+        answer_weight=arguments.answer_weight,
+        seed=arguments.seed,
+    )
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    result = train_gate(model.to(device), data, settings)
+    output = Path(arguments.output or arguments.model)
+    paths = result.save(output)
+    print(result.report.to_markdown())
+    print("Saved", ", ".join(map(str, paths)))
+    if output.resolve() != Path(arguments.model).resolve():
+        print(
+            "Not beside the model: use hf_cdb.attach_exit_head(model, hf_cdb.load_exit_head(path)), or copy the folder."
+        )
+
+
+def _tokenizer(model: str):
+    """The model's tokenizer, or None where it has none and the data brings token ids."""
+    files = ("tokenizer.json", "tokenizer_config.json")
+    if os.path.isdir(model) and not any((Path(model) / name).is_file() for name in files):
+        return None
+    return AutoTokenizer.from_pretrained(model)

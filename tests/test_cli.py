@@ -1,0 +1,71 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from hf_cdb import __version__
+from hf_cdb.cli import COMMANDS, build_parser, main
+
+SMOKE = Path(__file__).parents[1] / "configs" / "train" / "smoke-ouro.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _fresh_process_state():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def tiny(*arguments):
+    return main(["train", "tiny", "--config", str(SMOKE), *map(str, arguments)])
+
+
+def test_every_command_is_described(capsys):
+    for group, commands in COMMANDS.items():
+        for command, (summary, _) in commands.items():
+            with pytest.raises(SystemExit) as end:
+                build_parser().parse_args([group, command, "--help"])
+            assert end.value.code == 0
+            assert summary.capitalize() in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_module_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "hf_cdb", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["hf-cdb", __version__]
+
+
+def test_a_run_and_its_resumption(tmp_path, capsys):
+    output = tmp_path / "run"
+    assert tiny("--output", output, "--threads", 1, "--set", "steps=3", "evaluation.final_examples=1") == 0
+    assert "29633 parameters, 3 steps" in capsys.readouterr().out
+    assert json.loads((output / "model" / "metrics.json").read_text())["steps"] == 3
+    assert tiny("--output", output, "--resume", "--set", "steps=3", "--set", "evaluation.final_examples=2") == 0
+    assert "3 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--set", "stepz=3"], "the key 'stepz' is unknown. Did you mean 'steps'?"),
+        (["--set", "model.num_attention_heads=3"], "hidden_size=32 is not a multiple of num_attention_heads=3"),
+        (["--resume"], "holds no checkpoint. Start without resume"),
+        (["--threads", "0"], "threads=0: at least one thread"),
+        (["--config", "nowhere.yaml"], "config='nowhere.yaml': there is no such file"),
+    ],
+)
+def test_errors_are_one_line(arguments, words, tmp_path, capsys):
+    assert tiny("--output", tmp_path / "run", *arguments) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("hf-cdb train tiny: error: ")
+    assert words in message
+
+
+def test_a_traceback_on_request(tmp_path):
+    arguments = ["train", "tiny", "--config", "nowhere.yaml", "--output", str(tmp_path)]
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.yaml"):
+        main(["--traceback", *arguments])
