@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 from .bench import quick
-from .training import gate_command, tiny_command
+from .training import gate_command, tables_command, tiny_command
 
 __all__ = ["build_parser", "main"]
 
@@ -16,9 +16,10 @@ COMMANDS: dict[str, dict[str, tuple[str, Callable[[argparse.ArgumentParser], Non
         "tiny": ("train a small looped model from a recipe file", tiny_command.add_arguments),
         "gate": ("train an exit head of a looped model and save it beside the model", gate_command.add_arguments),
     },
+    "measure": {"depth": ("quality by depth and by exit threshold, as tables", tables_command.add_arguments)},
     "bench": {"quick": ("throughput of the engine on a random model, depths replayed", quick.add_arguments)},
 }
-GROUPS = {"train": "train models", "bench": "measure speed"}
+GROUPS = {"train": "train models", "measure": "measure quality", "bench": "measure speed"}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -19,14 +19,15 @@ def answer_of(prompt):
     if name == "add":
         return str(eval(body))
     if name == "parity":
-        return "odd" if sum(body.count(digit) for digit in "13579") % 2 else "even"
+        return "".join(str(sum(body[: k + 1].count(odd) for odd in "13579") % 2) for k in range(len(body)))
     if name == "chain":
-        return str(eval(body) % 10)
+        return "".join(str(eval(body[: k + 1]) % 10) for k in range(2, len(body), 2))
     pairs, query = body.split(":")
-    letter = query[0]
+    letter, way = query[0], ""
     for _ in range(int(query[1])):
         (letter,) = (pair[1] for pair in pairs.split(",") if pair[0] == letter)
-    return letter
+        way += letter
+    return way
 
 
 @pytest.mark.parametrize(
@@ -36,11 +37,11 @@ def answer_of(prompt):
         ("reverse:ABCDD=", "DDCBA"),
         ("sort:DBAB=", "ABBD"),
         ("add:95+17=", "112"),
-        ("parity:0712=", "even"),
-        ("parity:50000=", "odd"),
-        ("chain:7+5-3=", "9"),
-        ("chain:2-5-9=", "8"),
-        ("hops:AC,EB,CD,BA,DE:C3=", "B"),
+        ("parity:0712=", "0100"),
+        ("parity:50001=", "11110"),
+        ("chain:7+5-3=", "29"),
+        ("chain:2-5-9=", "78"),
+        ("hops:AC,EB,CD,BA,DE:C3=", "DEB"),
     ],
 )
 def test_the_truth_of_these_tests(prompt, answer):
@@ -83,10 +84,6 @@ def test_examples_are_different_balanced_and_of_their_split(name, level):
     assert set(levels) == set(TASKS[name].levels)
     assert max(levels.values()) - min(levels.values()) <= 1
     assert all(example.level == level(example.prompt[len(name) + 1 : -1]) for example in drawn)
-    if TASKS[name].answers:
-        answers = Counter(example.answer for example in drawn)
-        assert set(answers) == set(TASKS[name].answers)
-        assert max(answers.values()) - min(answers.values()) <= 1
     # In random order: levels do not come in blocks.
     assert sum(a.level != b.level for a, b in pairwise(drawn)) > count / 3
 
@@ -108,14 +105,14 @@ def test_shares_of_the_splits():
 
 def test_a_seed_means_the_same_for_ever():
     assert [example.prompt for example in examples("hops", "test", 3, seed=5)] == [
-        "hops:KO,HI,LK,MH,IL,OM:M1=",
-        "hops:GI,EG,IL,LC,CE:G3=",
-        "hops:CG,NC,LD,BL,DN,GB:G2=",
+        "hops:KH,HL,GI,LG,IK:H2=",
+        "hops:CI,MC,IO,FM,OF:O3=",
+        "hops:NM,MD,AN,OA,DO:D4=",
     ]
     assert examples("hops", "test", 3, seed=6) != examples("hops", "test", 3, seed=5)
 
 
-def test_hops_do_not_leak():
+def test_hops_meet_no_letter_twice_and_do_not_leak():
     rng = random.Random(2)
     for _ in range(300):
         example = TASKS["hops"].draw(rng)
@@ -125,11 +122,11 @@ def test_hops_do_not_leak():
         assert len(set(sources)) == len(sources)
         # Every letter but the start occurs twice in the prompt.
         assert {pairs.count(letter) for letter in sources} == {2}
-        assert example.answer != query[0]
-    # No place in the list of pairs holds the answer more often than another.
+        assert len({query[0], *example.answer}) == 1 + len(example.answer)
+    # No place in the list of pairs holds the last letter more often than another.
     drawn = [x for x in examples("hops", "train", 2000) if x.prompt.count(",") == 4]
     places = Counter(
-        next(place for place, pair in enumerate(x.prompt[5:19].split(",")) if pair[1] == x.answer) for x in drawn
+        next(place for place, pair in enumerate(x.prompt[5:19].split(",")) if pair[1] == x.answer[-1]) for x in drawn
     )
     assert max(places.values()) / len(drawn) == pytest.approx(1 / 5, abs=0.05)
 
@@ -143,18 +140,17 @@ def test_heuristics_by_hand():
     assert score("reverse", [], ["reverse:ABBA=", "reverse:ABAB="]) == {"the input": 0.5}
     assert score("sort", [], ["sort:AABC=", "sort:BAAA="]) == {"the input": 0.5}
     assert score("add", [], ["add:12+300=", "add:15+15=", "add:50+50="]) == {"without carries": 1 / 3}
-    parity = score("parity", ["parity:1="], ["parity:12=", "parity:11=", "parity:21=", "parity:31="])
-    assert parity == {"most frequent": 0.5, "last digit": 0.25}
-    chain = score("chain", ["chain:1+1+1="], ["chain:0+2-5=", "chain:1+2-5=", "chain:9-2-4="])
-    assert chain == {"most frequent": 1 / 3, "last operation": 1 / 3}
-    hops = score("hops", ["hops:AB,BC,CA:A1="], ["hops:AB,BC,CA:B1=", "hops:AB,BC,CA:B2=", "hops:AB,BC,CA:C3="])
-    assert hops == {"most frequent": 0, "start letter": 1 / 3, "one hop": 1 / 3}
+    assert score("parity", [], ["parity:12=", "parity:2041=", "parity:22=", "parity:11="]) == {"each digit alone": 0.5}
+    chain = score("chain", [], ["chain:5+2-1=", "chain:0+2-5=", "chain:8-8-3="])
+    assert chain == {"each operation alone": 1 / 3}
+    hops = score("hops", [], ["hops:AB,BC,CD,DA:B3=", "hops:AB,CD,BC,DA:A2="])
+    assert hops == {"pairs in their order": 0.5}
 
 
 def test_no_heuristic_solves_a_task():
     for name in TASKS:
         train, test = examples(name, "train", 2000), examples(name, "test", 512)
-        assert max(heuristic_scores(train, test)[name].values()) < 0.56
+        assert max(heuristic_scores(train, test)[name].values()) < 0.3
 
 
 def test_dataset():

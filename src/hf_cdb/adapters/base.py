@@ -117,6 +117,10 @@ class LoopAdapter(ABC):
         """Logit of leaving, `[...]` of a state `[..., width]`, at least float32."""
         raise TypeError(f"{type(self.model).__name__} has no exit gate.")
 
+    def set_gate(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
+        """Give the model's own gate these parameters: `[width]` and a scalar."""
+        raise TypeError(f"{type(self.model).__name__} has no exit gate.")
+
     @abstractmethod
     def parameter_counts(self) -> tuple[int, int]:
         """Parameters that run once per token (prelude, coda, head; an embedding lookup is free), and per loop."""

@@ -41,6 +41,12 @@ class OuroAdapter(LoopAdapter):
     def gate_logits(self, state):
         return self.model.model.early_exit_gate(state).squeeze(-1)
 
+    @torch.no_grad()
+    def set_gate(self, weight, bias):
+        gate = self.model.model.early_exit_gate
+        gate.weight.copy_(weight[None])
+        gate.bias.copy_(bias)
+
     def parameter_counts(self):
         body = self.model.model
         return count_parameters(self.model.lm_head, body.early_exit_gate), count_parameters(body.layers, body.norm)

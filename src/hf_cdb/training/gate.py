@@ -85,14 +85,18 @@ class GateResult:
 
         A killed process leaves no half file: each is written under another name first. The head comes last.
         """
+        paths = self.save_report(folder)
+        return [*paths, self.head.save(Path(folder) / FOLDER)]
+
+    def save_report(self, folder: str | os.PathLike) -> list[Path]:
+        """The log and the report of `save` without the head."""
         folder = Path(folder) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         record = {**self.head.metadata(), "log": self.log, "report": self.report.to_dict()}
-        paths = [
+        return [
             _write(folder / f"{self.head.kind}.json", json.dumps(record, indent=1) + "\n"),
             _write(folder / f"{self.head.kind}.md", self.report.to_markdown()),
         ]
-        return [*paths, self.head.save(folder)]
 
 
 def train_gate(model: nn.Module, data: GateData, settings: GateSettings, *, progress: bool = True) -> GateResult:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..adapters import adapter_for
+from ..adapters import LoopAdapter, adapter_for
 from ..exit_heads import KINDS
 from .gate import GateSettings, train_gate
 from .gate_data import read_gate_data
@@ -54,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="bytes of states in memory; more go to a temporary file (default %(default)s)",
     )
     parser.add_argument("--output", help="folder to write exit_heads into (default MODEL, if it is a folder)")
+    parser.add_argument(
+        "--into-model",
+        action="store_true",
+        help="write the head into the model's own gate and save the model again, in place of a file beside it; for "
+        "models that have a gate, with --kind same-step and --no-depth-bias",
+    )
     parser.add_argument("--thresholds", type=float, nargs="+", default=list(defaults.thresholds), help="of the report")
     parser.add_argument("--device", help="device of torch (default cuda where there is one, else cpu)")
     parser.add_argument("--threads", type=int, help="threads of torch on the CPU (default torch's)")
@@ -83,7 +89,9 @@ def run(arguments: argparse.Namespace) -> None:
         max_memory=arguments.max_memory,
     )
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").eval()
-    adapter_for(model)  # refuses a model without loops before the data is read
+    adapter = adapter_for(model)  # refuses a model without loops before the data is read
+    if arguments.into_model:
+        _check_into_model(arguments, adapter)
     data = read_gate_data(
         arguments.data,
         _tokenizer(arguments.model),
@@ -95,14 +103,35 @@ def run(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
     )
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    result = train_gate(model.to(device), data, settings)
+    # Half precision is slow on a CPU, and rounds what the targets compare.
+    saved_dtype, dtype = model.dtype, torch.float32 if device == "cpu" else model.dtype
+    result = train_gate(model.to(device, dtype), data, settings)
     output = Path(arguments.output or arguments.model)
-    paths = result.save(output)
+    if arguments.into_model:
+        adapter.set_gate(result.head.weight[0].to(device), result.head.bias[0].to(device))
+        model.to(saved_dtype).save_pretrained(output)
+        paths = [*result.save_report(output), output]
+    else:
+        paths = result.save(output)
     print(result.report.to_markdown())
     print("Saved", ", ".join(map(str, paths)))
+    if arguments.into_model:
+        return
     if output.resolve() != Path(arguments.model).resolve():
         print(
             "Not beside the model: use hf_cdb.attach_exit_head(model, hf_cdb.load_exit_head(path)), or copy the folder."
+        )
+
+
+def _check_into_model(arguments: argparse.Namespace, adapter: LoopAdapter) -> None:
+    name = type(adapter.model).__name__
+    if not adapter.has_gate:
+        raise ValueError(f"--into-model: {name} has no gate of its own. Leave it out: the head is saved beside it.")
+    if arguments.kind != "same-step" or arguments.depth_bias:
+        biases = "a bias for every loop" if arguments.depth_bias else "one bias"
+        raise ValueError(
+            f"--into-model with --kind {arguments.kind} and {biases}: the gate of {name} says after every loop, with "
+            "one bias, whether to leave there. Add --kind same-step --no-depth-bias."
         )
 
 

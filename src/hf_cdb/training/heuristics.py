@@ -11,11 +11,10 @@ if TYPE_CHECKING:
     from .tasks import Example
 
 __all__ = [
-    "last_operation",
+    "each_operation",
     "most_frequent",
-    "one_hop",
-    "parity_of_last",
-    "start_letter",
+    "pairs_in_order",
+    "parity_of_each",
     "the_input",
     "without_carries",
 ]
@@ -45,23 +44,21 @@ def without_carries(train: "Sequence[Example]", prompt: str) -> str:
     return "".join(str((int(a) + int(b)) % 10) for a, b in columns)
 
 
-def parity_of_last(train: "Sequence[Example]", prompt: str) -> str:
-    """Whether the last digit is odd."""
-    return ("even", "odd")[int(_body(prompt)[-1]) % 2]
+def parity_of_each(train: "Sequence[Example]", prompt: str) -> str:
+    """Whether each digit is odd, whatever came before it."""
+    return "".join(str(int(digit) % 2) for digit in _body(prompt))
 
 
-def last_operation(train: "Sequence[Example]", prompt: str) -> str:
-    """The last operation alone, on the digit before it."""
-    left, sign, right = _body(prompt)[-3:]
-    return str((int(left) + (int(right) if sign == "+" else -int(right))) % 10)
+def each_operation(train: "Sequence[Example]", prompt: str) -> str:
+    """Each operation on the digit that stands before it."""
+    body = _body(prompt)
+    pairs = zip(body[:-2:2], body[1::2], body[2::2], strict=True)
+    return "".join(str((int(a) + (int(b) if sign == "+" else -int(b))) % 10) for a, sign, b in pairs)
 
 
-def start_letter(train: "Sequence[Example]", prompt: str) -> str:
-    """No hop."""
-    return _body(prompt)[-2]
-
-
-def one_hop(train: "Sequence[Example]", prompt: str) -> str:
-    """One hop, whatever number was asked for."""
+def pairs_in_order(train: "Sequence[Example]", prompt: str) -> str:
+    """The successor of the first letter, then those of the pairs that stand behind it, from the front again."""
     pairs, _, query = _body(prompt).partition(":")
-    return dict(pairs.split(","))[query[0]]
+    sources, targets = zip(*pairs.split(","), strict=True)
+    place = sources.index(query[0])
+    return "".join(targets[(place + hop) % len(targets)] for hop in range(int(query[1])))

@@ -6,7 +6,7 @@ hash of its text, so splits are disjoint whatever is drawn.
 """
 
 import hashlib
-import math
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,15 +28,13 @@ SORT_LENGTHS = range(4, 9)
 ADD_DIGITS = (2, 3)
 ADD_CARRIES = range(4)
 PARITY_LENGTHS = range(4, 9)
-PARITY_PRACTICE = range(1, 4)
-CHAIN_OPERATORS = range(2, 5)
-CHAIN_PRACTICE = range(1, 2)
-HOPS = range(1, 4)
+CHAIN_OPERATORS = range(2, 6)
+HOPS = range(2, 5)
 HOP_LETTERS = (5, 6)
 
-# Draws in vain, times the answers to be balanced, after which a split is taken to hold no more of a level. To meet the
-# last prompt of a level of n takes n draws in the mean; the smallest, chains of two operators, has 4,000.
-_PATIENCE = 20_000
+# Draws in vain after which a split is taken to hold no more of a level. To meet the last prompt of a level of n takes n
+# draws in the mean; the smallest, chains of two operators, has 4,000.
+_PATIENCE = 40_000
 
 
 @dataclass(frozen=True)
@@ -67,11 +65,9 @@ class Task:
         name: what its prompts begin with, before ":".
         description: one sentence.
         level: what the difficulty counts.
-        levels: its values in the task, drawn equally often.
-        practice: easier levels that lines for training are drawn from as well.
+        levels: its values, drawn equally often.
         compose: `(random numbers, level) -> (body of the prompt, answer)`.
         heuristics: by name, guesses that need no depth: `(training examples, prompt) -> answer`.
-        answers: the possible answers where they are few, to be balanced; else None.
     """
 
     name: str
@@ -80,12 +76,10 @@ class Task:
     levels: Sequence[int]
     compose: Callable[[random.Random, int], tuple[str, str]] = field(repr=False)
     heuristics: Mapping[str, Heuristic] = field(repr=False)
-    answers: Sequence[str] | None = None
-    practice: Sequence[int] = ()
 
     def draw(self, rng: random.Random, level: int | None = None) -> Example:
-        """A random example, of any split; of a random level, practice included, unless one is given."""
-        level = rng.choice((*self.practice, *self.levels)) if level is None else level
+        """A random example, of any split; of a random level unless one is given."""
+        level = rng.choice(self.levels) if level is None else level
         body, answer = self.compose(rng, level)
         return Example(self.name, f"{self.name}:{body}=", answer, level)
 
@@ -128,27 +122,29 @@ def _add(rng: random.Random, level: int) -> tuple[str, str]:
 
 
 def _parity(rng: random.Random, level: int) -> tuple[str, str]:
-    digits = "".join(rng.choices("0123456789", k=level))
-    return digits, ("even", "odd")[sum(map(int, digits)) % 2]
+    digits = rng.choices("0123456789", k=level)
+    sums = itertools.accumulate(map(int, digits))
+    return "".join(digits), "".join(str(value % 2) for value in sums)
 
 
 def _chain(rng: random.Random, level: int) -> tuple[str, str]:
     value = rng.randrange(10)
-    body = str(value)
+    body, answer = str(value), ""
     for _ in range(level):
         sign, digit = rng.choice("+-"), rng.randrange(10)
         value += digit if sign == "+" else -digit
         body += f"{sign}{digit}"
-    return body, str(value % 10)
+        answer += str(value % 10)
+    return body, answer
 
 
 def _hops(rng: random.Random, level: int) -> tuple[str, str]:
-    # One cycle through all letters: each is a source once and a target once, and up to three hops among at least five
-    # letters lead neither home nor to the same letter as fewer hops, nor is the way back a single hop.
+    # One cycle through all letters: each is a source once and a target once, and no way of fewer hops than letters
+    # meets a letter twice.
     cycle = rng.sample(LETTERS, rng.choice(HOP_LETTERS))
     pairs = [source + target for source, target in zip(cycle, cycle[1:] + cycle[:1], strict=True)]
     rng.shuffle(pairs)
-    return f"{','.join(pairs)}:{cycle[0]}{level}", cycle[level]
+    return f"{','.join(pairs)}:{cycle[0]}{level}", "".join(cycle[1 : level + 1])
 
 
 TASKS: dict[str, Task] = {
@@ -188,36 +184,27 @@ TASKS: dict[str, Task] = {
         ),
         Task(
             "parity",
-            "Say whether the sum of the digits is odd or even.",
+            "Say after every digit whether the sum so far is odd, 1, or even, 0.",
             "digits",
             PARITY_LENGTHS,
             _parity,
-            {"most frequent": heuristics.most_frequent, "last digit": heuristics.parity_of_last},
-            ("odd", "even"),
-            PARITY_PRACTICE,
+            {"each digit alone": heuristics.parity_of_each},
         ),
         Task(
             "chain",
-            "Add and subtract digits from left to right, modulo 10.",
+            "Add and subtract digits from left to right, modulo 10, and write every result.",
             "operators",
             CHAIN_OPERATORS,
             _chain,
-            {"most frequent": heuristics.most_frequent, "last operation": heuristics.last_operation},
-            tuple("0123456789"),
-            CHAIN_PRACTICE,
+            {"each operation alone": heuristics.each_operation},
         ),
         Task(
             "hops",
-            "Follow a map of letters, given as pairs of letter and successor, from a letter for a number of hops.",
+            "Follow a map of letters, given as pairs of letter and successor, and write the letters on the way.",
             "hops",
             HOPS,
             _hops,
-            {
-                "most frequent": heuristics.most_frequent,
-                "start letter": heuristics.start_letter,
-                "one hop": heuristics.one_hop,
-            },
-            tuple(LETTERS),
+            {"pairs in their order": heuristics.pairs_in_order},
         ),
     )
 }
@@ -232,8 +219,7 @@ def split_of(prompt: str) -> str:
 def examples(task: str, split: str, count: int, seed: int = 0) -> list[Example]:
     """Different examples of one split, in random order.
 
-    Levels occur equally often, and so do answers where the task lists them, within one where `count` cannot be
-    divided.
+    Levels occur equally often, within one where `count` cannot be divided.
 
     Args:
         task: a name in `TASKS`.
@@ -256,17 +242,17 @@ def examples(task: str, split: str, count: int, seed: int = 0) -> list[Example]:
     found: dict[str, Example] = {}
     for level in kind.levels:
         idle = 0
-        while missing := sum(wanted[level].values()):
+        while wanted[level]:
             example = kind.draw(rng, level)
-            answer = example.answer if kind.answers else None
             idle += 1
-            if wanted[level][answer] and split_of(example.prompt) == split and example.prompt not in found:
+            if split_of(example.prompt) == split and example.prompt not in found:
                 found[example.prompt] = example
-                wanted[level][answer] -= 1
+                wanted[level] -= 1
                 idle = 0
-            elif idle > _PATIENCE * len(wanted[level]):
+            elif idle > _PATIENCE:
                 raise ValueError(
-                    f"count={count} of {task!r} in split {split!r}: even shares need {missing} more of level {level}, "
+                    f"count={count} of {task!r} in split {split!r}: even shares need {wanted[level]} more of level "
+                    f"{level}, "
                     "but there seem to be no others. Ask for fewer, or extend the task's sizes."
                 )
     drawn = list(found.values())
@@ -274,17 +260,12 @@ def examples(task: str, split: str, count: int, seed: int = 0) -> list[Example]:
     return drawn
 
 
-def _quotas(task: Task, count: int, rng: random.Random) -> dict[int, dict[str | None, int]]:
-    """How many examples of every level and, where they are balanced, answer."""
-    # In random order, so that what cannot be divided favours none.
-    levels, answers = (rng.sample(values, len(values)) for values in (task.levels, task.answers or (None,)))
-    cells = len(levels) * len(answers)
-    quotas = {level: dict.fromkeys(answers, count // cells) for level in levels}
-    # The rest walks through levels and answers at once, one step aside after each common period: both stay even, and
-    # no cell is met twice.
-    period = math.lcm(len(levels), len(answers))
-    for index in range(count % cells):
-        quotas[levels[index % len(levels)]][answers[(index + index // period) % len(answers)]] += 1
+def _quotas(task: Task, count: int, rng: random.Random) -> dict[int, int]:
+    """How many examples of every level."""
+    each, rest = divmod(count, len(task.levels))
+    quotas = dict.fromkeys(task.levels, each)
+    for level in rng.sample(list(task.levels), rest):  # at random, so that what cannot be divided favours none
+        quotas[level] += 1
     return quotas
 
 

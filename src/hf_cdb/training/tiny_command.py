@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Train, and print the metrics of the saved model."""
     # They import accelerate and pyyaml, which `--help` need not wait for.
+    from .allocator import keep_freed_memory
     from .evaluation import table
     from .pretrain import MODEL, train
     from .recipe_file import load_recipe
@@ -35,6 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.threads < 1:
             raise ValueError(f"threads={arguments.threads}: at least one thread is needed.")
         torch.set_num_threads(arguments.threads)
+    keep_freed_memory()
     recipe = load_recipe(arguments.config, arguments.set)
     metrics = train(recipe, arguments.output, resume=arguments.resume)
     print(f"{arguments.output / MODEL}: {metrics['parameters']} parameters, {metrics['steps']} steps")

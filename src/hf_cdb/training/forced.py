@@ -1,0 +1,183 @@
+"""Text read by the engine itself, token after token with the depths that a rule gives, to see what exits cost.
+
+A pass over whole rows sees the keys of full depth everywhere. Here every token reads what a run that leaves early
+really has: the keys of the depths that the tokens before it left at.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from ..adapters import adapter_for
+from ..config import CDBConfig
+from ..engine import Engine
+from ..exits import ExitRule
+from ..request import Request
+from .measure import Score
+from .passes import logits_by_depth
+
+__all__ = ["FixedDepth", "ForcedText", "Window", "cut_windows", "read_text"]
+
+
+class FixedDepth(ExitRule):
+    """Every token leaves after loop `depth`."""
+
+    name = "fixed-depth"
+
+    def __init__(self, depth: int):
+        self.depth = depth
+        super().__init__()
+
+    def leave(self, places, depths, previous, state, logits):
+        return [depth >= self.depth for depth in depths]
+
+
+@dataclass
+class Window:
+    """A piece of a text.
+
+    Attributes:
+        text: index of the text.
+        inputs, targets: tokens, and the one after each.
+        sizes: bytes of every target.
+        best: for every input the most probable successor at full depth.
+    """
+
+    text: int
+    inputs: list[int]
+    targets: list[int]
+    sizes: list[int]
+    best: list[int] = field(default_factory=list)
+
+
+@dataclass
+class ForcedText:
+    """What `read_text` found.
+
+    Attributes:
+        bits, sizes: of every text, the bits it took and its bytes.
+        depths: scored tokens by the loop they left at.
+        agreement: share of the scored tokens whose most probable successor is that of full depth.
+    """
+
+    bits: list[float]
+    sizes: list[int]
+    depths: dict[int, int]
+    agreement: float
+
+    @property
+    def bits_per_byte(self) -> Score:
+        """Over all texts, which are the independent items."""
+        return Score.of_ratio(self.bits, self.sizes)
+
+    @property
+    def mean_depth(self) -> float:
+        return sum(depth * count for depth, count in self.depths.items()) / sum(self.depths.values())
+
+    def excess(self, other: "ForcedText") -> Score:
+        """Bits per byte above those of another reading of the same texts, text by text."""
+        return Score.of_ratio([own - base for own, base in zip(self.bits, other.bits, strict=True)], self.sizes)
+
+
+def cut_windows(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    *,
+    length: int = 128,
+    context: int = 64,
+) -> list[Window]:
+    """Windows of `length` tokens, of which all after the first `context` are scored, each token once.
+
+    The first `context` tokens of a text and what does not fill a window at its end are not scored, nor is the end.
+
+    Args:
+        model: gives the successors at full depth.
+        tokenizer: a fast one, with BOS.
+        texts: to cut; those shorter than a window give none.
+        length: tokens of a window.
+        context: less than `length`, at least 1.
+
+    Raises:
+        ValueError: a context that leaves nothing to score, or texts that are all too short.
+    """
+    if not 1 <= context < length:
+        raise ValueError(f"context={context}: choose at least 1 and less than length={length}.")
+    windows = []
+    for index, text in enumerate(texts):
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = encoded["input_ids"]
+        sizes = [len(text[start:end].encode()) for start, end in encoded["offset_mapping"]]
+        inputs = [tokenizer.bos_token_id, *ids[:-1]]
+        for start in range(0, len(ids) - length + 1, length - context):
+            part = slice(start, start + length)
+            windows.append(Window(index, inputs[part], ids[part], sizes[part]))
+    if not windows:
+        raise ValueError(f"texts: none of {len(texts)} has length={length} tokens. Give longer texts.")
+    depth = adapter_for(model).full_depth
+    for first in range(0, len(windows), 16):
+        chosen = windows[first : first + 16]
+        logits = logits_by_depth(model, torch.tensor([window.inputs for window in chosen]), depths=[depth])[depth]
+        for window, best in zip(chosen, logits.argmax(-1).tolist(), strict=True):
+            window.best = best
+    return windows
+
+
+class _Given:
+    """A sampler that takes the text's own tokens, and notes what they cost."""
+
+    def __init__(self, windows: Sequence[Window], context: int):
+        self.windows, self.context = windows, context
+        self.bits = [0.0] * (max(window.text for window in windows) + 1)
+        self.hits = 0
+
+    def choose(self, rows: Sequence[Request], logits: torch.Tensor) -> list[int]:
+        # A request's token k is the target of input `context - 1 + k`; the first is the window before's to score.
+        places = [self.context - 1 + len(row.tokens) for row in rows]
+        tokens = [self.windows[row.key].targets[place] for row, place in zip(rows, places, strict=True)]
+        losses = nn.functional.cross_entropy(logits, torch.tensor(tokens, device=logits.device), reduction="none")
+        found = zip(rows, places, losses.tolist(), logits.argmax(-1).tolist(), strict=True)
+        for row, place, loss, best in found:
+            if row.tokens:
+                window = self.windows[row.key]
+                self.bits[window.text] += loss / math.log(2)
+                self.hits += best == window.best[place]
+        return tokens
+
+
+def read_text(model: nn.Module, windows: Sequence[Window], cdb: Any, *, context: int = 64) -> ForcedText:
+    """Read the windows with the engine: `context` tokens as a prompt at full depth, the others one by one.
+
+    Args:
+        model: any model with an adapter, in evaluation mode.
+        windows: of `cut_windows`, with the same `context`.
+        cdb: settings as for `generate`.
+    """
+    adapter = adapter_for(model)
+    saved = getattr(model.generation_config, "cdb_config", None)
+    engine = Engine(adapter, CDBConfig.create(cdb, saved).resolve(adapter))
+    given = _Given(windows, context)
+    requests = []
+    for key, window in enumerate(windows):
+        prompt = torch.tensor(window.inputs[:context], device=adapter.device)
+        new = len(window.inputs) - context + 1
+        requests.append(Request(key=key, row=key, max_new_tokens=new, sampler=given, prompt_ids=prompt))
+        engine.add_request(requests[-1])
+    engine.run()
+    depths = Counter(depth for request in requests for depth in request.exit_depths[1:])
+    sizes = [0] * len(given.bits)
+    for window in windows:
+        sizes[window.text] += sum(window.sizes[context:])
+    kept = [index for index, size in enumerate(sizes) if size]
+    return ForcedText(
+        [given.bits[index] for index in kept],
+        [sizes[index] for index in kept],
+        dict(sorted(depths.items())),
+        given.hits / sum(depths.values()),
+    )

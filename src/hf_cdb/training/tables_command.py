@@ -1,0 +1,70 @@
+"""`hf-cdb measure depth MODEL`: what a checkpoint is worth by depth and by threshold."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..checkpoints import NAMES, tiny_checkpoint
+from .depth_tables import measure_depths, measure_settings, to_markdown
+
+__all__ = ["add_arguments", "run"]
+
+# The depths that a setting gives are decided by these.
+_LOOKAHEAD = {"lookahead": 1}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=f"a folder, or an embedded checkpoint: {', '.join(NAMES)}")
+    parser.add_argument(
+        "--rule",
+        action="append",
+        nargs="+",
+        metavar=("RULE", "THRESHOLD"),
+        default=[],
+        help="an exit rule and thresholds for it, such as gate 0.3 0.5; `lookahead` is the gate with lookahead=1",
+    )
+    parser.add_argument("--chapters", type=int, help="held-out chapters to read (default all)")
+    parser.add_argument("--examples", type=int, default=512, help="of every task (default %(default)s)")
+    parser.add_argument("--output", type=Path, help="folder to write depth.json and depth.md into")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads (default %(default)s)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, print the tables, write them where asked.
+
+    Raises:
+        ValueError: a rule without a threshold, or one that is no number.
+    """
+    torch.set_num_threads(arguments.threads)
+    settings = {}
+    for rule, *thresholds in arguments.rule:
+        settings |= _settings(rule, thresholds)
+    folder = tiny_checkpoint(arguments.model) if arguments.model in NAMES else arguments.model
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    sizes = {"chapter_count": arguments.chapters, "count": arguments.examples}
+    depths = measure_depths(model, tokenizer, **sizes)
+    rows = measure_settings(model, tokenizer, settings, **sizes)
+    table = to_markdown(depths, rows)
+    print(table)
+    if arguments.output is not None:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        (arguments.output / "depth.md").write_text(table, encoding="utf-8")
+        found = json.dumps({**sizes, "depths": depths, "settings": rows}, indent=1)
+        (arguments.output / "depth.json").write_text(found + "\n", encoding="utf-8")
+
+
+def _settings(rule: str, thresholds: list[str]) -> dict[str, dict[str, Any]]:
+    """Settings of cdb by the name they have in the table."""
+    if not thresholds:
+        raise ValueError(f"rule {rule!r} has no threshold. Give at least one, as in --rule gate 0.3 0.5.")
+    options = {"exit_rule": "gate", **_LOOKAHEAD} if rule == "lookahead" else {"exit_rule": rule}
+    try:
+        return {f"{rule} {text}": {**options, "exit_threshold": float(text)} for text in thresholds}
+    except ValueError as error:
+        raise ValueError(f"rule {rule!r}: thresholds {thresholds} are not all numbers.") from error
