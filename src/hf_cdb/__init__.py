@@ -12,6 +12,7 @@ from importlib.metadata import version
 
 from .adapters import LoopAdapter, register_adapter
 from .cache import DepthCache
+from .checkpoints import tiny_checkpoint
 from .config import CDBConfig
 from .exit_heads import attach_exit_head, load_exit_head
 from .exits import ExitRule
@@ -47,6 +48,7 @@ __all__ = [
     "enable_cdb",
     "load_exit_head",
     "register_adapter",
+    "tiny_checkpoint",
 ]
 __version__ = version("hf-cdb")
 

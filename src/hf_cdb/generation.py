@@ -68,7 +68,7 @@ class CDBGenerationMixin(GenerationMixin):
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
         """As the library's, and writes the model's trained exit heads into the folder `exit_heads` there."""
-        if getattr(self.generation_config, "cdb", None) is not None:
+        if any(getattr(self.generation_config, name, None) is not None for name in ("cdb", "cdb_config")):
             # Marked as made from the model config, the file would lose its extra keys on the next load.
             self.generation_config._from_model_config = False
         if is_main_process:

@@ -230,6 +230,8 @@ class _Run:
     def _export(self) -> dict[str, Any]:
         partial, final = self.output / f"partial-{MODEL}", self.output / MODEL
         shutil.rmtree(partial, ignore_errors=True)
+        if self.recipe.cdb is not None:
+            self.model.generation_config.cdb_config = self.recipe.cdb
         self.model.to(getattr(torch, self.recipe.save_dtype)).eval().save_pretrained(partial)
         self.tokenizer.save_pretrained(partial)
         write_recipe(self.recipe, partial)

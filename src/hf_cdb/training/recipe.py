@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from ..config import CDBConfig
 from ..models import HuginnConfig, OuroConfig
 from ..models.config_checks import check_choice, check_integers, check_number
 from .tasks import TASKS
@@ -28,7 +29,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {"ouro": OuroConfig, "huginn_raven"
 # Config keys that the tokenizer decides.
 _FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 # Sections that change no weight: a run may be resumed with others.
-_WITHOUT_EFFECT = ("evaluation", "checkpoint", "log_every")
+_WITHOUT_EFFECT = ("evaluation", "checkpoint", "log_every", "cdb")
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,7 @@ class Recipe:
         compile: compile layers and loss with `torch.compile`; on a CPU it needs a C++ compiler.
         log_every: steps between two lines of the log.
         save_dtype: dtype of the saved weights: "float16", "bfloat16" or "float32".
+        cdb: settings to save with the model, which `generate(cdb=True)` then uses; see `hf_cdb.CDBConfig`.
 
     Raises:
         ValueError: a value that cannot work, with the reason.
@@ -202,6 +204,7 @@ class Recipe:
     compile: bool = False
     log_every: int = 10
     save_dtype: str = "float16"
+    cdb: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_integers(self, "steps", "log_every")
@@ -211,6 +214,8 @@ class Recipe:
         check_choice(self, "mixed_precision", ("no", "bf16"), "float16 would need its gradients scaled.")
         check_choice(self, "attention", ("eager", "sdpa"), "rows of packed examples need a mask of four dimensions.")
         check_choice(self, "save_dtype", ("float16", "bfloat16", "float32"), "weights are saved in one of these.")
+        if self.cdb is not None:
+            CDBConfig.create(self.cdb)
         self._check_model()
 
     def _check_model(self) -> None:
