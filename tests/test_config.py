@@ -1,5 +1,6 @@
 """Settings are validated once, and refused with the name, the value, the reason and the way out."""
 
+import numpy
 import pytest
 import torch
 
@@ -48,6 +49,13 @@ def refused(words, run):
         ({"max_kv_memory": 0}, ["max_kv_memory=0"]),
         ({"max_kv_memory": 1.5}, ["max_kv_memory=1.5", "share"]),
         ({"seeds": ["a"]}, ["seeds"]),
+        ({"seeds": 5}, ["seeds=5", "one integer per prompt"]),
+        ({"exit_rule": "gate", "exit_threshold": "0.5"}, ["exit_threshold='0.5'", "number"]),
+        ({"exit_threshold": "auto"}, ["exit_threshold='auto'", "None"]),
+        ({"exit_threshold": [0.5]}, ["exit_threshold=[0.5]", "number"]),
+        ({"exit_rule": "argmax-stability", "exit_threshold": float("inf")}, ["exit_threshold=inf", "integer"]),
+        ({"exit_rule": "argmax-stability", "exit_threshold": float("nan")}, ["exit_threshold=nan", "integer"]),
+        ({"exit_rule": "replay", "exit_depths": 4}, ["exit_depths", "[rows, new tokens]"]),
     ],
 )
 def test_settings_that_cannot_work(settings, words):
@@ -91,6 +99,29 @@ def test_true_a_dict_and_a_config():
     refused(["cdb='yes'"], lambda: CDBConfig.create("yes"))
 
 
+def test_another_rule_leaves_the_saved_threshold_behind():
+    """A threshold is on its rule's scale, so that of the saved rule says nothing about another one."""
+    saved = {"exit_rule": "confidence", "exit_threshold": 0.1, "max_num_seqs": 8}
+    assert CDBConfig.create({"exit_rule": "never"}, saved) == CDBConfig(exit_rule="never", max_num_seqs=8)
+    assert CDBConfig.create({"exit_rule": "latent-diff"}, saved).exit_threshold is None
+    assert CDBConfig.create({"exit_rule": "argmax-stability"}, saved).exit_threshold is None
+    assert CDBConfig.create({"exit_rule": "confidence"}, saved).exit_threshold == 0.1
+    assert CDBConfig.create({"exit_threshold": 0.3}, saved).exit_rule == "confidence"
+    assert CDBConfig.create({"exit_rule": "never"}, {"exit_threshold": 0.4}) == CDBConfig(exit_rule="never")
+    assert CDBConfig.create({"lookahead": 1}, CDBConfig(**saved)) == CDBConfig(**saved, lookahead=1)
+
+
+def test_integers_of_numpy_are_integers():
+    config = CDBConfig(
+        max_num_seqs=numpy.int64(4),
+        exit_rule="replay",
+        exit_depths=numpy.array([[4, 1]]),
+        seeds=numpy.array([3]),
+    )
+    assert config == CDBConfig(max_num_seqs=4, exit_rule="replay", exit_depths=[[4, 1]], seeds=[3])
+    assert CDBConfig(exit_threshold=numpy.float32(0.5)).exit_threshold == 0.5
+
+
 def test_to_dict_round_trips_and_refuses_objects():
     config = CDBConfig(exit_rule="replay", exit_depths=torch.tensor([[4, 1]]), seeds=[3], refill=False)
     assert CDBConfig(**config.to_dict()) == config
@@ -114,6 +145,72 @@ def test_nothing_can_leave_early_is_said_once(caplog):
         assert "ruins Ouro's answers" in caplog.text
     finally:
         transformers.utils.logging.disable_propagation()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"exit_rule": "argmax-stability"}, ["argmax-stability", "at least 6 loops"]),
+        ({"exit_rule": "confidence", "min_depth": 4}, ["min_depth=4"]),
+        ({"exit_rule": "confidence", "max_depth": 1}, ["and 1 at most"]),
+        ({"exit_rule": "confidence", "max_depth": 2, "lookahead": 1}, ["lookahead=1", "at least 2"]),
+        ({"exit_rule": "argmax-stability", "exit_threshold": 2, "lookahead": 1}, ["at least 4"]),
+        ({"exit_threshold": 1.0}, ["threshold is 1.0, as asked"]),
+        ({}, ["threshold is 1.0, which OuroForCausalLM's checkpoint names"]),
+    ],
+)
+def test_why_nothing_can_leave_early_is_said(settings, words, monkeypatch):
+    said = []
+    monkeypatch.setattr("hf_cdb.config.logger.warning_once", said.append)
+    CDBConfig(**settings).resolve(adapter_for(random_ouro()))
+    assert len(said) == 1
+    assert all(word in said[0] for word in ["Nothing can leave early", *words]), said
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"exit_rule": "argmax-stability", "exit_threshold": 2},
+        {"exit_rule": "confidence", "min_depth": 3},
+        {"exit_rule": "confidence", "max_depth": 3, "lookahead": 1},
+        {"exit_rule": "never", "min_depth": 4},
+    ],
+)
+def test_nothing_is_said_where_something_can_leave(settings, monkeypatch):
+    said = []
+    monkeypatch.setattr("hf_cdb.config.logger.warning_once", said.append)
+    CDBConfig(**settings).resolve(adapter_for(random_ouro()))
+    assert not said
+
+
+def test_frequencies_that_follow_the_longest_row_are_refused():
+    scaling = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    refused(["rope_type='dynamic'", "neighbours", "yarn"], lambda: adapter_for(random_ouro(rope_parameters=scaling)))
+
+
+def test_the_gate_remembers_in_float32():
+    rule = Gate(0.5)
+    model = random_ouro().bfloat16()
+    rule.configure(adapter_for(model), 4, 0)
+    rule.bind(adapter_for(model), 2)
+    state = torch.zeros(2, 32, dtype=torch.bfloat16)
+    rule.begin(torch.tensor([0, 1]), state, state, [(0, 1), (1, 1)])
+    assert {memory.dtype for memory in rule._memory.values()} == {torch.float32}
+
+
+def test_a_preloop_threshold_of_one_is_the_last_depth():
+    """Also where the probabilities before it round up to one."""
+    certain = lambda embeds: torch.tensor([0.0, 200.0, 0.0, 0.0]).expand(len(embeds), -1)  # noqa: E731
+    model = random_ouro(eos_token_id=None, pad_token_id=0)
+    for threshold, depth in ((0.999, 2), (1.0, 4)):
+        output = model.generate(
+            torch.tensor([[5, 6, 7]]),
+            max_new_tokens=3,
+            do_sample=False,
+            return_dict_in_generate=True,
+            cdb={"exit_rule": Preloop(certain, threshold)},
+        )
+        assert output.exit_depths.tolist() == [[4, depth, depth]]
 
 
 def test_a_preloop_head_fixes_the_depth():

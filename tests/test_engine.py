@@ -1,11 +1,16 @@
 """The engine is the plain oracle, whatever the schedule (promises 1, 2 and 3)."""
 
 import functools
+import gc
+import threading
+import weakref
+from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 
-from hf_cdb import CDBConfig, enable_cdb
+from hf_cdb import CDBConfig, ExitRule, enable_cdb
 from hf_cdb.adapters import adapter_for
 from hf_cdb.cache import DepthCache
 from hf_cdb.engine import Engine
@@ -374,3 +379,208 @@ def test_packed_and_single_attention_agree(name, packed, short, monkeypatch):
     assert torch.equal(output.exit_depths, expected.exit_depths)
     for left, right in zip(output.logits, expected.logits, strict=True):
         assert_close(left, right, 1e-6)
+
+
+def test_freed_memory_is_used_again_in_every_pool():
+    """Requests that come and go do not make the pools grow: neither the core's nor that of the layers around it."""
+    adapter = adapter_for(random_huginn())
+    cache = DepthCache(adapter, KVPolicy.create("last_exited", 6))
+    for key in range(3):
+        cache.allocate(key, 10)
+    reserved = {kind: pool.reserved_bytes for kind, pool in cache._pools.items()}
+    assert all(reserved.values())
+    for key in range(3, 30):
+        cache.free(key - 3)
+        cache.allocate(key, 10)
+    assert {kind: pool.reserved_bytes for kind, pool in cache._pools.items()} == reserved
+
+
+class Greedy:
+    """The most probable token."""
+
+    def choose(self, rows, logits):
+        return logits.argmax(-1).tolist()
+
+
+def engine_of(model, requests=3, **settings):
+    """An engine with requests of 3, 4, 5, ... positions and three new tokens each."""
+    adapter = adapter_for(model)
+    engine = Engine(adapter, CDBConfig(**settings).resolve(adapter))
+    rows = [
+        Request(key=row, row=row, prompt_ids=torch.arange(1, 4 + row), max_new_tokens=3, sampler=Greedy())
+        for row in range(requests)
+    ]
+    for row in rows:
+        engine.add_request(row)
+    return engine, rows
+
+
+def test_results_are_those_that_ended_since():
+    engine, rows = engine_of(random_ouro(), exit_rule="never", max_num_seqs=1)
+    engine.cancel(2)
+    assert engine.results() == [rows[2]]
+    engine.run()
+    assert engine.results() == rows[:2]
+    assert engine.results() == []
+    assert [row.status for row in rows] == ["finished", "finished", "cancelled"]
+
+
+def test_a_cancelled_request_keeps_nothing_and_is_not_cancelled_twice():
+    engine, rows = engine_of(random_ouro(), exit_rule="never")
+    while rows[1].status != "running" or not rows[1].tokens:
+        engine.step()
+    engine.cancel(1)
+    assert set(engine.cache._segments) == {0, 2}
+    with pytest.raises(KeyError, match="key=1 names no request"):
+        engine.cancel(1)
+    engine.add_request(Request(key=1, max_new_tokens=2, sampler=Greedy(), prompt_ids=torch.tensor([4]), row=1))
+    engine.run()
+    assert len(rows[0].tokens) == len(rows[2].tokens) == 3
+
+
+def test_a_share_of_the_memory_is_a_share(monkeypatch):
+    monkeypatch.setattr("hf_cdb.engine.psutil.virtual_memory", lambda: SimpleNamespace(available=1_000_000))
+    engine, _ = engine_of(random_ouro(), exit_rule="never", max_kv_memory=0.25)
+    assert engine.scheduler.budget == 250_000
+
+
+def test_an_engine_goes_when_it_is_let_go():
+    """Its keys and values do not wait for the collector of cycles."""
+    gc.collect()
+    gc.disable()
+    try:
+        engine, _ = engine_of(random_ouro(), exit_rule="never")
+        engine.run()
+        cache = weakref.ref(engine.cache)
+        del engine
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+class Watching(ExitRule):
+    """Leaves nothing, and notes after which loops it was asked."""
+
+    def __init__(self):
+        self.asked = set()
+        super().__init__()
+
+    def leave(self, places, depths, previous, state, logits):
+        self.asked |= set(depths)
+        return [False] * len(depths)
+
+
+def test_the_signal_after_the_last_loop_is_never_asked_for():
+    rule = Watching()
+    engine, _ = engine_of(random_ouro(), exit_rule=rule)
+    engine.run()
+    assert rule.asked == {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda state: state[:, :1] > 9, ["torch.bool [3, 1]"]),
+        (lambda state: torch.full((len(state),), 0.2), ["torch.float32 [3]"]),
+        (lambda state: [True], ["[True]"]),
+        (lambda state: [0.5] * len(state), ["[0.5, 0.5, 0.5]"]),
+        (lambda state: None, ["None"]),
+    ],
+)
+def test_what_a_rule_returns_is_checked(answer, words):
+    class Odd(ExitRule):
+        name = "odd one"
+
+        def leave(self, places, depths, previous, state, logits):
+            return answer(state)
+
+    engine, _ = engine_of(random_ouro(), exit_rule=Odd())
+    with pytest.raises(ValueError, match=r"exit rule 'odd one' \(Odd\) returned") as caught:
+        engine.run()
+    assert all(word in str(caught.value) for word in [*words, "3 rows", "[3]"]), caught.value
+
+
+def test_arrays_of_numpy_are_fine_as_an_answer():
+    class Two(ExitRule):
+        def leave(self, places, depths, previous, state, logits):
+            return numpy.array(depths) >= 2
+
+    engine, rows = engine_of(random_ouro(), exit_rule=Two())
+    engine.run()
+    assert [row.exit_depths for row in rows] == [[4, 2, 2]] * 3
+
+
+def test_a_rule_that_looks_at_logits_pays_for_them():
+    """`(F0 + R Fr) / (F0 + d Fr + asked)` by hand: tokens of depth 2 ask after loops 1 and 2, the first not at all."""
+
+    class Looking(ExitRule):
+        needs_logits = True
+
+        def leave(self, places, depths, previous, state, logits):
+            logits()
+            return [depth >= 2 for depth in depths]
+
+    model = random_huginn()
+    engine, _ = engine_of(model, exit_rule=Looking())
+    engine.run()
+    parts, stats = model.transformer, engine.stats
+    sizes = {
+        name: sum(weight.numel() for module in modules for weight in module.parameters())
+        for name, modules in {
+            "once": (parts["prelude"], parts["coda"], parts["ln_f"], model.lm_head),
+            "coda": (parts["coda"], parts["ln_f"], model.lm_head),
+            "loop": (parts["adapter"], parts["core_block"]),
+        }.items()
+    }
+    assert stats.asked == {"launches": 4, "rows": 12}
+    full = sizes["once"] + 6 * sizes["loop"]
+    assert stats.flop_bound == pytest.approx(
+        full / (sizes["once"] + (6 + 2 + 2) / 3 * sizes["loop"] + 12 / 9 * sizes["coda"])
+    )
+    # Three prelude and coda launches, 6 + 2 + 2 loops, all of three rows.
+    assert stats.counted_speedup == pytest.approx(
+        3 * full / (3 * sizes["once"] + 10 * sizes["loop"] + 4 * sizes["coda"])
+    )
+
+
+def test_a_prompt_in_pieces_counts_its_loops_once():
+    whole, _ = engine_of(random_ouro(), exit_rule="never")
+    pieces, _ = engine_of(random_ouro(), exit_rule="never", prefill_chunk_size=1)
+    whole.run()
+    pieces.run()
+    assert whole.stats.rows["loop"] == pieces.stats.rows["loop"] == 3 * 3 * 4
+    assert pieces.stats.launches["loop"] > whole.stats.launches["loop"]
+
+
+def test_threads_may_share_a_model():
+    """Launches of one model take turns, and the model's own attention comes back."""
+    model = random_ouro(eos_token_id=None, pad_token_id=0)
+    ids, mask = left_pad(prompts(3, 9, 6))
+    options = {"max_new_tokens": 30, "do_sample": False, "cdb": {"exit_rule": "confidence", "exit_threshold": 0.1}}
+    expected, wrong = model.generate(ids, attention_mask=mask, **options), []
+
+    def run():
+        for _ in range(3):
+            if not torch.equal(model.generate(ids, attention_mask=mask, **options), expected):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_rule_may_run_the_model():
+    class Asking(ExitRule):
+        """Leaves where the model's plain forward over the embeddings says something."""
+
+        def leave(self, places, depths, previous, state, logits):
+            model = self.adapter.model
+            return (model(inputs_embeds=state[:, None], use_cache=False).logits[:, 0].argmax(-1) >= 0).tolist()
+
+    engine, rows = engine_of(random_ouro(), exit_rule=Asking())
+    engine.run()
+    assert [row.exit_depths for row in rows] == [[4, 1, 1]] * 3

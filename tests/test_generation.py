@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM, pipeline
 
 from hf_cdb import CDBConfig, CDBGenerationMixin, GenerateCDBOutput, enable_cdb
@@ -63,6 +64,16 @@ def test_saved_defaults(model, tmp_path):
     config = GenerationConfig(cdb=True, cdb_config=EARLY, max_new_tokens=8, do_sample=False, pad_token_id=0)
     model.generation_config.cdb = model.generation_config.cdb_config = None
     assert torch.equal(model.generate(IDS, attention_mask=MASK, generation_config=config), wanted)
+
+
+def test_saved_settings_alone_wait_for_cdb(model, tmp_path):
+    """`cdb_config` without `cdb`, as the embedded checkpoints have it: plain generate stays plain."""
+    plain, wanted = generate(model, False), generate(model, EARLY)
+    model.generation_config.cdb_config = EARLY
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(generate(loaded, None), plain)
+    assert torch.equal(generate(loaded, True), wanted)
 
 
 def test_output_without_and_with_a_dict(model):
@@ -429,8 +440,9 @@ def test_pipeline(model):
     assert pipe(texts, batch_size=2, cdb={"exit_rule": "never"}, **options) == pipe(texts, batch_size=2, **options)
 
 
-def test_the_model_is_left_as_it_was(model):
-    before = model.config._attn_implementation
+@pytest.mark.parametrize("before", ["eager", "sdpa"])
+def test_the_model_is_left_as_it_was(model, before):
+    model.set_attn_implementation(before)
     training = model.training
     generate(model, EARLY)
     assert model.config._attn_implementation == before
@@ -472,6 +484,18 @@ def test_enable_cdb_on_a_model_of_transformers(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert not isinstance(loaded, CDBGenerationMixin)
     assert torch.equal(generate(enable_cdb(loaded), settings, max_new_tokens=6), plain)
+
+
+def test_enable_cdb_refuses_what_could_not_generate():
+    refused(["model=DoryModel", "head", "AutoModelForCausalLM"], lambda: enable_cdb(random_dory().model))
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    refused(["PEFT", "Enable cdb first"], lambda: enable_cdb(get_peft_model(random_dory(), lora)))
+    model = random_dory(eos_token_id=None, pad_token_id=0)
+    expected = generate(model, False)
+    wrapped = get_peft_model(model, lora)
+    enable_cdb(wrapped.get_base_model())
+    options = {"attention_mask": MASK, "max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(wrapped.generate(input_ids=IDS, cdb={"exit_rule": "never"}, **options), expected)
 
 
 def test_a_model_that_is_not_looped_is_refused():

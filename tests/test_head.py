@@ -21,8 +21,9 @@ def test_whoever_changes_the_head_is_heard():
             return 2 * super().forward(x)
 
     states = torch.randn(4, 48)
-    hooked, replaced = nn.Linear(48, 20, bias=False), nn.Linear(48, 20, bias=False)
+    hooked, before, replaced = (nn.Linear(48, 20, bias=False) for _ in range(3))
     hooked.register_forward_hook(lambda module, inputs, output: output + 1)
+    before.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
     replaced.forward = lambda x: x @ replaced.weight.T - 1
-    for head in (nn.Linear(48, 20), hooked, replaced, Doubled(48, 20, bias=False)):
+    for head in (nn.Linear(48, 20), hooked, before, replaced, Doubled(48, 20, bias=False)):
         assert torch.equal(apply_head(head, states), head(states))

@@ -239,6 +239,31 @@ def test_a_schedule_by_hand():
     ]
 
 
+def test_the_coda_does_not_wait_where_no_more_rows_than_wait_could_join():
+    scheduler = Scheduler(4, min_coda_batch=4)
+    for key in range(4):
+        scheduler.add(key, max_depth=2)
+    for stage in ("prelude", "loop", "loop", "coda", "prelude"):
+        launch = scheduler.next()
+        assert (launch.stage, len(launch)) == (stage, 4)
+        scheduler.commit(launch)
+    launch = scheduler.next()
+    scheduler.commit(launch, [True, True, False, False])
+    launch = scheduler.next()
+    assert (launch.stage, launch.keys) == ("coda", (0, 1))
+
+
+def test_a_cancelled_key_is_free_again_wherever_the_request_was():
+    scheduler = Scheduler(1)
+    scheduler.add(0, max_depth=2)
+    scheduler.add(1, max_depth=2)
+    scheduler.commit(scheduler.next())
+    for key in (1, 0):  # waiting, in flight
+        scheduler.cancel(key)
+        scheduler.add(key, max_depth=2)
+    assert len(scheduler) == 2
+
+
 def test_misuse_is_refused():
     scheduler = Scheduler(2, budget=5)
     scheduler.add(1, 4)

@@ -4,13 +4,16 @@ Long rows are attended to one call each, on views of their own keys and values: 
 short rows the calls would cost more than the attention; they are packed beside each other and take one call together.
 """
 
+import threading
+import weakref
+
 import torch
 from torch import nn
 from transformers import AttentionInterface
 
 from .cache import DepthCache
 
-__all__ = ["DEPTH_ATTENTION", "DepthAttention", "depth_attention"]
+__all__ = ["DEPTH_ATTENTION", "AttentionSwitch", "depth_attention"]
 
 DEPTH_ATTENTION = "hf_cdb_depth"
 
@@ -99,21 +102,31 @@ def _attend_span(
 AttentionInterface.register(DEPTH_ATTENTION, depth_attention)
 
 
-class DepthAttention:
-    """Context manager: while it is open, the layers of `model` call `depth_attention`.
+_LOCKS: "weakref.WeakKeyDictionary[nn.Module, threading.Lock]" = weakref.WeakKeyDictionary()
+_GUARD = threading.Lock()
 
-    The choice stands in the model's config, so nobody else can run the model meanwhile.
+
+class AttentionSwitch:
+    """Context manager: while it is open, the layers of `model` call the attention function of this name.
+
+    The choice stands in the model's config. Switches of one model take turns, so that several threads may generate
+    with cdb; a thread that runs the model without cdb meanwhile may meet the wrong function.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, implementation: str = DEPTH_ATTENTION):
+        self.implementation = implementation
         self._configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
         self._before: list[str] = []
+        with _GUARD:
+            self._lock = _LOCKS.setdefault(model, threading.Lock())
 
     def __enter__(self) -> None:
+        self._lock.acquire()
         self._before = [config._attn_implementation for config in self._configs]
         for config in self._configs:
-            config._attn_implementation = DEPTH_ATTENTION
+            config._attn_implementation = self.implementation
 
     def __exit__(self, *error) -> None:
         for config, before in zip(self._configs, self._before, strict=True):
             config._attn_implementation = before
+        self._lock.release()

@@ -164,10 +164,7 @@ class DepthCache(Cache):
                 ..., position, :
             ]
         source = entries[:, self.policy.slot(depth), None]
-        if unwritten[-1] - unwritten[0] + 1 == len(unwritten):
-            entries[:, unwritten[0] : unwritten[-1] + 1] = source
-        else:
-            entries[:, unwritten] = source
+        entries[:, unwritten[0] :] = source  # under every policy they are the last ones
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Always 0: lengths differ by request, and positions come from the launch."""

@@ -2,16 +2,18 @@
 
 import dataclasses
 import difflib
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from transformers.utils import logging
 
 from .adapters import LoopAdapter
 from .exit_heads import ExitHead, head_for
-from .exits import RULES, ExitRule, make_rule
+from .exits import RULES, ArgmaxStability, ExitRule, make_rule
 from .kv_policy import POLICIES
 
 __all__ = ["CDBConfig"]
@@ -66,14 +68,14 @@ class CDBConfig:
 
     def __post_init__(self) -> None:
         for name in ("min_depth", "max_num_seqs", "min_coda_batch"):
-            _check_integer(name, getattr(self, name))
+            self._take_integer(name)
         for name in ("max_depth", "kv_slots", "prefill_chunk_size"):
             if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name))
+                self._take_integer(name)
         for name in ("refill", "trace"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose True or False.")
-        if self.lookahead not in (0, 1) or isinstance(self.lookahead, bool):
+        if isinstance(self.lookahead, bool) or self.lookahead not in (0, 1):
             raise ValueError(
                 f"lookahead={self.lookahead!r}: a decision takes effect 0 or 1 loops later. Choose 0 or 1."
             )
@@ -95,13 +97,25 @@ class CDBConfig:
         if self.exit_depths is not None:
             object.__setattr__(self, "exit_depths", _rows_of_integers("exit_depths", self.exit_depths))
         if self.seeds is not None:
-            seeds = self.seeds.tolist() if isinstance(self.seeds, torch.Tensor) else list(self.seeds)
-            if not all(isinstance(seed, int) and not isinstance(seed, bool) for seed in seeds):
+            seeds = _plain(self.seeds)
+            if not isinstance(seeds, list | tuple) or not all(_is_integer(seed) for seed in seeds):
                 raise ValueError(f"seeds={self.seeds!r}: choose one integer per prompt.")
-            object.__setattr__(self, "seeds", tuple(seeds))
+            object.__setattr__(self, "seeds", tuple(int(seed) for seed in seeds))
+
+    def _take_integer(self, name: str) -> None:
+        value = getattr(self, name)
+        if not _is_integer(value) or value < 1:
+            raise ValueError(f"{name}={value!r}: choose an integer of at least 1.")
+        object.__setattr__(self, name, int(value))
 
     def _check_rule(self) -> None:
         rule = self.exit_rule
+        threshold = self.exit_threshold
+        if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, numbers.Real)):
+            raise ValueError(
+                f"exit_threshold={threshold!r}: choose one number, on the scale of the exit rule, or None for the "
+                "rule's own default."
+            )
         if isinstance(rule, ExitRule):
             if self.exit_threshold is not None:
                 raise ValueError(
@@ -136,12 +150,14 @@ class CDBConfig:
             )
 
     @classmethod
-    def create(cls, value: Any, saved: Mapping[str, Any] | None = None) -> "CDBConfig":
+    def create(cls, value: Any, saved: "Mapping[str, Any] | CDBConfig | None" = None) -> "CDBConfig":
         """Settings from what `generate(cdb=...)` was given.
 
         Args:
-            value: True: the saved settings; a dict: merged into them; a CDBConfig: replaces them.
-            saved: the model's `generation_config.cdb_config`.
+            value: True: the saved settings; a dict: merged into them; a CDBConfig: replaces them. A dict that names
+                another exit rule than the saved one does without the saved threshold and depths, which belong to that
+                rule.
+            saved: the model's `generation_config.cdb_config`, a dict or a CDBConfig.
 
         Raises:
             ValueError: none of these, or a name that does not exist.
@@ -150,7 +166,12 @@ class CDBConfig:
             return value
         if value is not True and not isinstance(value, Mapping):
             raise ValueError(f"cdb={value!r}: pass True, False, a dict of settings or a CDBConfig.")
-        settings = {**(saved or {}), **(value if isinstance(value, Mapping) else {})}
+        saved = saved.to_dict() if isinstance(saved, cls) else dict(saved or {})
+        given = dict(value) if isinstance(value, Mapping) else {}
+        if given.get("exit_rule", saved.get("exit_rule")) != saved.get("exit_rule"):
+            for name in ("exit_threshold", "exit_depths"):
+                saved.pop(name, None)
+        settings = {**saved, **given}
         names = [field.name for field in dataclasses.fields(cls)]
         for name in settings:
             if name not in names:
@@ -203,13 +224,32 @@ class CDBConfig:
                 "kv_policy='shared' ruins Ouro's answers: one shared slot was measured at 0.23 on GSM8K against 77.86 "
                 "with a slot per loop (arXiv 2608.09444). Use last_exited unless your own evaluation says otherwise."
             )
-        if rule.name == "gate" and rule.threshold >= 1 and self.exit_rule in ("auto", "gate"):
-            logger.warning_once(
-                f"Nothing can leave early: the exit threshold is {rule.threshold}, which {name}'s checkpoint names. "
-                "Pass cdb={'exit_threshold': 0.5} or another value below 1; lower leaves earlier."
-            )
+        reason = self._why_nothing_leaves(rule, depth, name)
+        if reason is not None:
+            logger.warning_once(f"Nothing can leave early: {reason}")
         return dataclasses.replace(
             self, max_depth=depth, exit_rule=rule, exit_threshold=None, exit_depths=None, kv_policy=policy
+        )
+
+    def _why_nothing_leaves(self, rule: ExitRule, depth: int, name: str) -> str | None:
+        """The reason and the way out where every token would run `depth` loops though exits are on."""
+        if rule.name in ("never", "replay"):
+            return None
+        if rule.name in ("gate", "preloop") and rule.threshold >= 1:
+            whose = f"which {name}'s checkpoint names" if self.exit_threshold is None else "as asked"
+            return (
+                f"the exit threshold is {rule.threshold}, {whose}. Pass cdb={{'exit_threshold': 0.5}} or another value "
+                "below 1; lower leaves earlier."
+            )
+        least = max(self.min_depth, 2 if self.lookahead else 1)
+        if isinstance(rule, ArgmaxStability):
+            least = max(least, int(rule.threshold) + 1 + self.lookahead)
+        if least < depth:
+            return None
+        return (
+            f"with exit_rule={rule.name!r}, threshold {rule.threshold}, min_depth={self.min_depth} and "
+            f"lookahead={self.lookahead} a token runs at least {least} loops, and {depth} at most. Lower what asks for "
+            "more, or pass exit_rule='never' if full depth is meant."
         )
 
     def _head(self, rule: str, adapter: LoopAdapter) -> ExitHead | None:
@@ -231,20 +271,24 @@ class CDBConfig:
         return head
 
 
-def _check_integer(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r}: choose an integer of at least 1.")
+def _is_integer(value: Any) -> bool:
+    """Whether it is an integer, numpy's included."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _plain(value: Any) -> Any:
+    """Lists in place of a tensor or an array."""
+    return value.tolist() if isinstance(value, torch.Tensor | numpy.ndarray) else value
 
 
 def _rows_of_integers(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    rows = value.tolist() if isinstance(value, torch.Tensor) else value
     try:
-        rows = tuple(tuple(row) for row in rows)
+        rows = tuple(tuple(_plain(row)) for row in _plain(value))
     except TypeError:
         rows = ((None,),)
-    if not all(isinstance(depth, int) and not isinstance(depth, bool) for row in rows for depth in row):
+    if not all(_is_integer(depth) for row in rows for depth in row):
         raise ValueError(f"{name}: pass integers [rows, new tokens], as nested lists or a tensor.")
-    return rows
+    return tuple(tuple(int(depth) for depth in row) for row in rows)
 
 
 def _nearest(name: Any, names: Any) -> str:

@@ -1,12 +1,17 @@
 """The engine: schedule a launch, run it, commit it. Knows no generation config and no tokenizer."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
 import psutil
 import torch
 
 from .adapters import LoopAdapter
-from .attention import DepthAttention
+from .attention import AttentionSwitch
 from .cache import DepthCache
 from .config import CDBConfig
+from .exits import ExitRule
 from .kv_policy import KVPolicy
 from .places import Span
 from .request import Request
@@ -46,12 +51,12 @@ class Engine:
             config.max_num_seqs,
             once,
             per_loop,
-            logits_in_loop=self.rule.needs_logits,
+            coda=adapter.coda_parameter_count(),
             trace=[] if config.trace else None,
         )
         self._requests: dict[int, Request] = {}
-        self._attention = DepthAttention(adapter.model)
-        self._stages = {"prelude": self._prelude, "loop": self._loop, "coda": self._coda}
+        self._ended: list[Request] = []
+        self._attention = AttentionSwitch(adapter.model)
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -78,9 +83,20 @@ class Engine:
         self._requests[request.key] = request
 
     def cancel(self, key: int) -> None:
-        """End a request where it is; its tokens so far stay in it."""
+        """End a request where it is; its tokens so far stay in it.
+
+        Raises:
+            KeyError: no request under this key is waiting or running.
+        """
+        if key not in self._requests:
+            raise KeyError(f"key={key} names no request that is waiting or running: it has ended, or never was added.")
         self._end(self._requests[key], "cancelled")
         self.scheduler.cancel(key)
+
+    def results(self) -> list[Request]:
+        """The requests that have ended since the last call, in the order in which they ended."""
+        ended, self._ended = self._ended, []
+        return ended
 
     @torch.no_grad()
     def step(self) -> Launch | None:
@@ -88,8 +104,8 @@ class Engine:
         launch = self.scheduler.next()
         if launch is None:
             return None
-        with self._attention:
-            flags = self._stages[launch.stage](launch)
+        stages = {"prelude": self._prelude, "loop": self._loop, "coda": self._coda}
+        flags = stages[launch.stage](launch)
         self.stats.record(launch, self.scheduler.waiting)
         self.scheduler.commit(launch, flags)
         return launch
@@ -106,7 +122,8 @@ class Engine:
         spans = self._spans(rows, launch)
         positions = self._positions(spans)
         layer_inputs = self._address(spans, positions) if self.adapter.prelude_layers else {}
-        embeds = self.adapter.prelude(*self._inputs(rows, spans), layer_inputs)
+        with self._attention:
+            embeds = self.adapter.prelude(*self._inputs(rows, spans), layer_inputs)
         start = self.adapter.start(embeds, positions, **_start_options(rows, spans, positions.device))
         lengths = [span.end - span.start for span in spans]
         for row, new_embeds, new_start in zip(rows, embeds[0].split(lengths), start[0].split(lengths), strict=True):
@@ -142,7 +159,8 @@ class Engine:
         layer_inputs = self._address(spans, self._positions(spans))
         previous = torch.cat([_part(row, row.state, span) for row, span in zip(rows, spans, strict=True)])
         embeds = torch.cat([_part(row, row.embeds, span) for row, span in zip(rows, spans, strict=True)])
-        state = self.adapter.loop(previous[None], embeds[None], layer_inputs)[0]
+        with self._attention:
+            state = self.adapter.loop(previous[None], embeds[None], layer_inputs)[0]
         for row, span, new in zip(rows, spans, state.split([s.end - s.start for s in spans]), strict=True):
             if len(new) == len(row.state):
                 row.state = new
@@ -171,12 +189,17 @@ class Engine:
             depths,
             previous,
             state,
-            lambda: self._run_coda([spans[index] for index in deciding], state),
+            lambda: self._ask([spans[index] for index in deciding], state),
         )
-        leave = leave.tolist() if isinstance(leave, torch.Tensor) else leave  # the one read of a step
-        for index, flag in zip(deciding, leave, strict=True):
-            flags[index] = bool(flag)
+        for index, flag in zip(deciding, _check_flags(self.rule, leave, len(deciding)), strict=True):
+            flags[index] = flag
         return flags
+
+    def _ask(self, spans: list[Span], state: torch.Tensor) -> torch.Tensor:
+        """Logits of rows that a rule looks at."""
+        self.stats.asked["launches"] += 1
+        self.stats.asked["rows"] += len(spans)
+        return self._run_coda(spans, state)
 
     def _coda(self, launch: Launch) -> list[bool]:
         """Rows that left: the layers after the loop, the head, the next token."""
@@ -221,6 +244,7 @@ class Engine:
         row.release()
         self.cache.free(row.key)
         self._requests.pop(row.key, None)
+        self._ended.append(row)
 
     def _spans(self, rows: list[Request], launch: Launch) -> list[Span]:
         """The positions that every row runs in this launch, and the loop they are in."""
@@ -246,7 +270,8 @@ class Engine:
 
     def _run_coda(self, spans: list[Span], state: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
         layer_inputs = self._address(spans, self._positions(spans)) if self.adapter.coda_layers else {}
-        logits = self.adapter.coda(state[None], layer_inputs, keep)
+        with self._attention:
+            logits = self.adapter.coda(state[None], layer_inputs, keep)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _inputs(self, rows: list[Request], spans: list[Span]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -268,6 +293,22 @@ class Engine:
 
     def _tensor(self, values: list) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.adapter.device)
+
+
+def _check_flags(rule: ExitRule, leave: Any, rows: int) -> list[bool]:
+    """What a rule returned, as a list: the one read of a step."""
+    if isinstance(leave, torch.Tensor):
+        given, right = f"{leave.dtype} {list(leave.shape)}", leave.dtype == torch.bool and leave.shape == (rows,)
+        flags = leave.tolist() if right else []
+    else:
+        flags = list(leave) if isinstance(leave, Sequence | numpy.ndarray) else []
+        given, right = repr(leave), len(flags) == rows and all(isinstance(flag, bool | numpy.bool_) for flag in flags)
+    if not right:
+        raise ValueError(
+            f"exit rule {rule.name!r} ({type(rule).__name__}) returned {given} for {rows} rows: `leave` gives one bool "
+            f"per row, a bool tensor [{rows}] or a sequence."
+        )
+    return [bool(flag) for flag in flags]
 
 
 def _part(row: Request, tensor: torch.Tensor, span: Span) -> torch.Tensor:

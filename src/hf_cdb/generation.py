@@ -204,9 +204,19 @@ def enable_cdb(model: GenerationMixin) -> GenerationMixin:
     and weight conversions see no difference.
 
     Raises:
-        ValueError: no adapter is registered for the model's type.
+        ValueError: no adapter is registered for the model's type, it has no head, or another library has wrapped it.
     """
+    name = type(model).__name__
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        raise ValueError(
+            f"model is wrapped by PEFT ({name}), whose calls would go past the wrapped layers' names. Enable cdb first "
+            "and wrap then: get_peft_model(hf_cdb.enable_cdb(model), ...), or enable_cdb(model.get_base_model())."
+        )
     adapter_for(model)
+    if not isinstance(model, GenerationMixin):
+        raise ValueError(
+            f"model={name} has no language modelling head and cannot generate. Load it with AutoModelForCausalLM."
+        )
     if not isinstance(model, CDBGenerationMixin):
         cls = type(model)
         model.__class__ = type(

@@ -9,16 +9,19 @@ from .scheduler import Launch
 __all__ = ["CDBStats", "flop_bound"]
 
 
-def flop_bound(once: int, per_loop: int, full_depth: int, mean_depth: float) -> float:
+def flop_bound(once: int, per_loop: int, full_depth: int, mean_depth: float, asked: float = 0.0) -> float:
     """Largest speed-up over full depth: `(F0 + R Fr) / (F0 + d Fr)` (arXiv 2608.09444).
+
+    Rules that look at logits pay for them: what they cost per token stands beside `F0` below the line.
 
     Args:
         once: F0, parameters that run once per token.
         per_loop: Fr, parameters of one loop.
         full_depth: R.
         mean_depth: d, over all generated tokens.
+        asked: parameters that the exit rule ran per token.
     """
-    return (once + full_depth * per_loop) / (once + mean_depth * per_loop)
+    return (once + full_depth * per_loop) / (once + mean_depth * per_loop + asked)
 
 
 @dataclass
@@ -29,12 +32,14 @@ class CDBStats:
         full_depth: R.
         max_num_seqs: W.
         launches: number of launches by stage.
-        rows: rows that ran, by stage, summed over launches; `rows["loop"]` are the row-loops.
+        rows: rows that ran, by stage, summed over launches; `rows["loop"]` are the row-loops. A prompt in pieces
+            counts once a loop.
         widths: by stage, how many launches had each width.
         depths: how many generated tokens left after each loop; prompts give one token at full depth.
         kv_bytes: keys and values of the core at the fullest moment, `kv_bytes_outer` those of the layers around it.
         once, per_loop: parameters that run once per token and per loop.
-        logits_in_loop: whether the exit rule ran the coda in every loop.
+        coda: parameters of the layers after the loop and the head.
+        asked: "launches" and "rows" of the coda that the exit rule asked for.
         trace: with `CDBConfig(trace=True)` a dict for every launch: stage, rows, depths, waiting requests.
     """
 
@@ -42,7 +47,8 @@ class CDBStats:
     max_num_seqs: int
     once: int
     per_loop: int
-    logits_in_loop: bool = False
+    coda: int = 0
+    asked: Counter = field(default_factory=Counter)
     launches: Counter = field(default_factory=Counter)
     rows: Counter = field(default_factory=Counter)
     widths: dict[str, Counter] = field(default_factory=dict)
@@ -54,7 +60,7 @@ class CDBStats:
     def record(self, launch: Launch, waiting: int) -> None:
         """Count a launch that has run."""
         self.launches[launch.stage] += 1
-        self.rows[launch.stage] += len(launch)
+        self.rows[launch.stage] += launch.chunks.count(0)
         self.widths.setdefault(launch.stage, Counter())[len(launch)] += 1
         if self.trace is not None:
             self.trace.append(
@@ -81,14 +87,14 @@ class CDBStats:
     @property
     def occupancy(self) -> float:
         """Mean width of the core's launches as a share of `max_num_seqs`."""
-        return self.rows["loop"] / max(1, self.launches["loop"]) / self.max_num_seqs
+        ran = sum(width * count for width, count in self.widths.get("loop", {}).items())
+        return ran / max(1, self.launches["loop"]) / self.max_num_seqs
 
     @property
     def flop_bound(self) -> float:
-        """Speed-up over full depth that the executed depths allow."""
-        if self.logits_in_loop:
-            return flop_bound(0, self.once + self.per_loop, self.full_depth, self.mean_depth)
-        return flop_bound(self.once, self.per_loop, self.full_depth, self.mean_depth)
+        """Speed-up over full depth without an exit rule that the executed depths allow."""
+        asked = self.asked["rows"] * self.coda / max(1, self.tokens)
+        return flop_bound(self.once, self.per_loop, self.full_depth, self.mean_depth, asked)
 
     @property
     def counted_speedup(self) -> float:
@@ -102,6 +108,7 @@ class CDBStats:
         width = min(self.max_num_seqs, max(self.widths["loop"]))
         full = self.tokens / width * (self.once + self.full_depth * self.per_loop)
         spent = self.launches["coda"] * self.once + self.launches["loop"] * self.per_loop
+        spent += self.asked["launches"] * self.coda
         return full / spent
 
     @property
@@ -116,6 +123,7 @@ class CDBStats:
             "mean_depth": self.mean_depth,
             "depths": {depth: self.depths[depth] for depth in range(1, self.full_depth + 1)},
             "launches": dict(self.launches),
+            "asked": dict(self.asked),
             "row_loops": self.rows["loop"],
             "widths": {stage: dict(sorted(widths.items())) for stage, widths in self.widths.items()},
             "occupancy": self.occupancy,

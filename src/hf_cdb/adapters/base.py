@@ -125,6 +125,10 @@ class LoopAdapter(ABC):
     def parameter_counts(self) -> tuple[int, int]:
         """Parameters that run once per token (prelude, coda, head; an embedding lookup is free), and per loop."""
 
+    def coda_parameter_count(self) -> int:
+        """Parameters of the layers after the loop and the head; default all that run once."""
+        return self.parameter_counts()[0]
+
 
 def count_parameters(*modules: nn.Module | None) -> int:
     """Parameters of `modules`, each counted once a module."""

@@ -64,3 +64,6 @@ class DoryAdapter(LoopAdapter):
     def parameter_counts(self):
         prelude, core, coda = self._sections()
         return count_parameters(prelude, coda, self.model.lm_head), count_parameters(core)
+
+    def coda_parameter_count(self):
+        return count_parameters(self._sections()[2], self.model.lm_head)

@@ -54,3 +54,7 @@ class HuginnAdapter(LoopAdapter):
         parts = self.model.transformer
         once = count_parameters(parts["prelude"], parts["coda"], parts["ln_f"], self.model.lm_head)
         return once, count_parameters(parts["adapter"], parts["core_block"])
+
+    def coda_parameter_count(self):
+        parts = self.model.transformer
+        return count_parameters(parts["coda"], parts["ln_f"], self.model.lm_head)

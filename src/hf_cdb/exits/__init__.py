@@ -13,7 +13,7 @@ from .fixed import Never, Replay
 from .gates import Gate, Preloop
 from .rule import ExitRule
 
-__all__ = ["RULES", "ExitRule", "Gate", "Never", "Preloop", "Replay", "make_rule"]
+__all__ = ["RULES", "ArgmaxStability", "ExitRule", "Gate", "Never", "Preloop", "Replay", "make_rule"]
 
 RULES: dict[str, type[ExitRule]] = {
     rule.name: rule

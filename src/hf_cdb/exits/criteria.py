@@ -119,7 +119,7 @@ class ArgmaxStability(ExitRule):
     default_threshold = 5
 
     def check(self):
-        if isinstance(self.threshold, bool) or self.threshold != int(self.threshold) or self.threshold < 1:
+        if isinstance(self.threshold, bool) or not self.threshold >= 1 or self.threshold % 1 != 0:
             raise ValueError(
                 f"exit_threshold={self.threshold!r}: {self.name} counts unchanged loops. Choose an integer of at "
                 "least 1."
