@@ -491,10 +491,9 @@ def test_enable_cdb_refuses_what_could_not_generate():
     lora = LoraConfig(r=2, target_modules=["q_proj"])
     refused(["PEFT", "Enable cdb first"], lambda: enable_cdb(get_peft_model(random_dory(), lora)))
     model = random_dory(eos_token_id=None, pad_token_id=0)
-    expected = generate(model, False)
-    wrapped = get_peft_model(model, lora)
-    enable_cdb(wrapped.get_base_model())
     options = {"attention_mask": MASK, "max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(IDS, **options)
+    wrapped = get_peft_model(enable_cdb(model), lora)
     assert torch.equal(wrapped.generate(input_ids=IDS, cdb={"exit_rule": "never"}, **options), expected)
 
 

@@ -210,7 +210,7 @@ def enable_cdb(model: GenerationMixin) -> GenerationMixin:
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         raise ValueError(
             f"model is wrapped by PEFT ({name}), whose calls would go past the wrapped layers' names. Enable cdb first "
-            "and wrap then: get_peft_model(hf_cdb.enable_cdb(model), ...), or enable_cdb(model.get_base_model())."
+            "and wrap then: get_peft_model(hf_cdb.enable_cdb(model), ...)."
         )
     adapter_for(model)
     if not isinstance(model, GenerationMixin):

@@ -3,6 +3,7 @@
 import functools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +76,9 @@ def measure_settings(
 
     Returns:
         Rows for JSON, fixed depths first. Differences are to full depth, paired by chapter or example, with the half
-        width of a 95 % interval; `mix` is what fixed depths, mixed to the same mean depth, would give.
+        width of a 95 % interval; `mix` is what fixed depths, mixed to the mean depth of the text, would give.
+        `mean_depth` and `exits` count all tokens, those of the text and those of the answers, whose first one the
+        prompt gives at full depth.
     """
     full = adapter_for(model).full_depth
     fixed = {f"depth {depth}": {"exit_rule": FixedDepth(depth)} for depth in range(1, full + 1)}
@@ -98,17 +101,19 @@ def _asked(count: int) -> list[Example]:
 
 def _row(name: str, run: _Run, base: _Run, curve: Sequence[ForcedText] | None, full: int) -> dict[str, Any]:
     text, answers = run.text, run.answers
-    total = sum(text.depths.values())
+    everything = Counter(text.depths) + Counter(answers.depths)
+    total = sum(everything.values())
     row = {
         "name": name,
-        "mean_depth": text.mean_depth,
-        "exits": [text.depths.get(depth, 0) / total for depth in range(1, full + 1)],
+        "mean_depth": sum(depth * count for depth, count in everything.items()) / total,
+        "exits": [everything[depth] / total for depth in range(1, full + 1)],
+        "text_mean_depth": text.mean_depth,
+        "answers_mean_depth": answers.mean_depth,
         "bits_per_byte": vars(text.bits_per_byte),
         "bits_difference": _interval(text.excess(base.text)),
         "agreement": text.agreement,
         "exact_match": vars(_over_tasks(answers)),
         "exact_match_difference": _interval(_paired(answers, base.answers)),
-        "answers_mean_depth": answers.mean_depth,
         "tasks": {task: vars(score) for task, score in answers.tasks.items()},
     }
     if curve is not None:
@@ -150,8 +155,8 @@ def to_markdown(depths: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) ->
         lines.append(f"| {task} | " + " | ".join(_score(scores[d], 3) for d in loops) + f" | {guess:.2f} |")
     means = [statistics.fmean(scores[d]["mean"] for scores in depths["tasks"].values()) for d in loops]
     lines.append("| **mean of the tasks** | " + " | ".join(f"{mean:.3f}" for mean in means) + " | |")
-    heads = ["setting", "mean depth", f"exits 1-{len(loops)}", "bits per byte", "to full depth", "mix", "agreement"]
-    heads += ["mix", "exact match", "to full depth"]
+    heads = ["setting", "mean depth", f"exits 1-{len(loops)}", "of the text", "bits per byte", "to full depth", "mix"]
+    heads += ["agreement", "mix", "exact match", "to full depth"]
     table = [heads, ["---"] * len(heads), *map(_cells, rows)]
     return "\n".join(lines) + "\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in table) + "\n"
 
@@ -161,6 +166,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         row["name"],
         f"{row['mean_depth']:.2f}",
         " ".join(f"{share:.2f}".removeprefix("0") for share in row["exits"]),
+        f"{row['text_mean_depth']:.2f}",
         _score(row["bits_per_byte"], 3),
         _difference(row["bits_difference"], 4),
         f"{row['mix_bits_per_byte']:.3f}" if "mix_bits_per_byte" in row else "",

@@ -13,7 +13,6 @@ from .depth_tables import measure_depths, measure_settings, to_markdown
 
 __all__ = ["add_arguments", "run"]
 
-# The depths that a setting gives are decided by these.
 _LOOKAHEAD = {"lookahead": 1}
 
 
@@ -27,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="an exit rule and thresholds for it, such as gate 0.3 0.5; `lookahead` is the gate with lookahead=1",
     )
+    parser.add_argument("--min-depth", type=int, default=1, help="of all these rules (default %(default)s)")
     parser.add_argument("--chapters", type=int, help="held-out chapters to read (default all)")
     parser.add_argument("--examples", type=int, default=512, help="of every task (default %(default)s)")
     parser.add_argument("--output", type=Path, help="folder to write depth.json and depth.md into")
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     settings = {}
     for rule, *thresholds in arguments.rule:
-        settings |= _settings(rule, thresholds)
+        settings |= _settings(rule, thresholds, arguments.min_depth)
     folder = tiny_checkpoint(arguments.model) if arguments.model in NAMES else arguments.model
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -55,15 +55,16 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
         (arguments.output / "depth.md").write_text(table, encoding="utf-8")
-        found = json.dumps({**sizes, "depths": depths, "settings": rows}, indent=1)
+        found = json.dumps({**sizes, "min_depth": arguments.min_depth, "depths": depths, "settings": rows}, indent=1)
         (arguments.output / "depth.json").write_text(found + "\n", encoding="utf-8")
 
 
-def _settings(rule: str, thresholds: list[str]) -> dict[str, dict[str, Any]]:
+def _settings(rule: str, thresholds: list[str], min_depth: int) -> dict[str, dict[str, Any]]:
     """Settings of cdb by the name they have in the table."""
     if not thresholds:
         raise ValueError(f"rule {rule!r} has no threshold. Give at least one, as in --rule gate 0.3 0.5.")
     options = {"exit_rule": "gate", **_LOOKAHEAD} if rule == "lookahead" else {"exit_rule": rule}
+    options["min_depth"] = min_depth
     try:
         return {f"{rule} {text}": {**options, "exit_threshold": float(text)} for text in thresholds}
     except ValueError as error:
