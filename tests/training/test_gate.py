@@ -262,3 +262,44 @@ def test_arguments_of_the_command_that_cannot_work(folder):
     refused(["somebody/looped", "--output"], lambda: command("somebody/looped", *data))
     refused(["margin=0.1", "'kl'"], lambda: command(folder / "model", *data, "--margin", 0.1))
     refused(["steps=0"], lambda: command(folder / "model", *data, "--steps", 0))
+
+
+def test_a_head_goes_into_the_model_s_own_gate(tmp_path):
+    """Plain Ouro then leaves where the report's rule does, and nothing else about the model has changed."""
+    model = random_ouro(eos_token_id=None, pad_token_id=0).half()
+    model.save_pretrained(tmp_path / "model")
+    records = [{"input_ids": row.ids} for row in small_data().train]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    arguments = ("--data", tmp_path / "data.jsonl", "--scale", 1.0, "--steps", 40, "--batch", 256, "--threads", 1)
+    command(tmp_path / "model", *arguments, "--no-depth-bias", "--into-model")
+    command(tmp_path / "model", *arguments, "--no-depth-bias", "--output", tmp_path / "beside")
+    assert not (tmp_path / "model" / "exit_heads" / "same-step.safetensors").exists()
+    assert (tmp_path / "model" / "exit_heads" / "same-step.md").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    head = load_exit_head(tmp_path / "beside" / "exit_heads" / "same-step.safetensors")
+    gate = loaded.model.early_exit_gate
+    assert loaded.dtype == torch.float16
+    assert torch.equal(gate.weight, head.weight.half())
+    assert torch.equal(gate.bias, head.bias.half())
+    for name, value in loaded.state_dict().items():
+        if "early_exit_gate" not in name:
+            assert torch.equal(value, model.state_dict()[name])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--kind", "lookahead", "--no-depth-bias"], ["--kind lookahead", "--kind same-step"]),
+        ([], ["a bias for every loop", "--no-depth-bias"]),
+    ],
+)
+def test_heads_that_are_no_gate_of_the_model(tmp_path, arguments, words):
+    random_ouro().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="--into-model") as caught:
+        command(tmp_path, "--into-model", *arguments)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_model_without_a_gate_takes_no_head_into_itself(folder):
+    with pytest.raises(ValueError, match="--into-model: DoryForCausalLM has no gate of its own"):
+        command(folder / "model", "--into-model", "--no-depth-bias")
