@@ -14,7 +14,7 @@ from .exit_heads import ExitHead, head_for
 from .exits import RULES, ExitRule, make_rule
 from .kv_policy import POLICIES
 
-__all__ = ["CDBConfig"]
+__all__ = ["CDBConfig", "saved_settings"]
 
 logger = logging.get_logger(__name__)
 
@@ -43,6 +43,7 @@ class CDBConfig:
         exit_depths: for `replay`, a depth per row and new token; the first of every row is R.
         seeds: for sampling, a seed per prompt, which alone decides the row's noise.
         trace: record every launch in `stats.trace`.
+        progress: show a bar of finished rows.
 
     Raises:
         ValueError: a value out of its range, or two that contradict each other.
@@ -63,6 +64,7 @@ class CDBConfig:
     exit_depths: Any = None
     seeds: Sequence[int] | None = None
     trace: bool = False
+    progress: bool = False
 
     def __post_init__(self) -> None:
         for name in ("min_depth", "max_num_seqs", "min_coda_batch"):
@@ -70,7 +72,7 @@ class CDBConfig:
         for name in ("max_depth", "kv_slots", "prefill_chunk_size"):
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name))
-        for name in ("refill", "trace"):
+        for name in ("refill", "trace", "progress"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose True or False.")
         if self.lookahead not in (0, 1) or isinstance(self.lookahead, bool):
@@ -136,12 +138,12 @@ class CDBConfig:
             )
 
     @classmethod
-    def create(cls, value: Any, saved: Mapping[str, Any] | None = None) -> "CDBConfig":
+    def create(cls, value: Any, saved: "Mapping[str, Any] | CDBConfig | None" = None) -> "CDBConfig":
         """Settings from what `generate(cdb=...)` was given.
 
         Args:
             value: True: the saved settings; a dict: merged into them; a CDBConfig: replaces them.
-            saved: the model's `generation_config.cdb_config`.
+            saved: see `saved_settings`.
 
         Raises:
             ValueError: none of these, or a name that does not exist.
@@ -150,6 +152,7 @@ class CDBConfig:
             return value
         if value is not True and not isinstance(value, Mapping):
             raise ValueError(f"cdb={value!r}: pass True, False, a dict of settings or a CDBConfig.")
+        saved = saved.changed() if isinstance(saved, cls) else saved
         settings = {**(saved or {}), **(value if isinstance(value, Mapping) else {})}
         names = [field.name for field in dataclasses.fields(cls)]
         for name in settings:
@@ -158,6 +161,23 @@ class CDBConfig:
                     f"{name!r} is no setting of cdb{_nearest(name, names)} Settings are {', '.join(names)}."
                 )
         return cls(**settings)
+
+    @classmethod
+    def plain(cls, settings: "Mapping[str, Any] | CDBConfig") -> dict[str, Any]:
+        """What a dict or a config names, checked and ready for JSON.
+
+        Raises:
+            ValueError: as `create` and `to_dict`.
+        """
+        config = cls.create(settings)
+        plain = config.to_dict()
+        names = plain if isinstance(settings, cls) else settings
+        return {name: getattr(config, name) for name in names}
+
+    def changed(self) -> dict[str, Any]:
+        """The settings that differ from the defaults."""
+        fields = dataclasses.fields(self)
+        return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
 
     def to_dict(self) -> dict[str, Any]:
         """The settings that differ from the defaults, ready for `generation_config.cdb_config`.
@@ -170,8 +190,7 @@ class CDBConfig:
                 f"exit_rule={self.exit_rule!r} is an object and cannot be saved. Save a rule's name, or pass the "
                 "object in every call."
             )
-        fields = dataclasses.fields(self)
-        return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
+        return self.changed()
 
     def resolve(self, adapter: LoopAdapter) -> "CDBConfig":
         """The same settings with every default that the model decides filled in; warns once of doubtful ones.
@@ -229,6 +248,16 @@ class CDBConfig:
                 "another rule that needs none."
             )
         return head
+
+
+def saved_settings(generation_config: Any) -> Mapping[str, Any] | CDBConfig | None:
+    """The settings that a generation config names: `cdb_config`, and over it what `cdb` itself holds.
+
+    Raises:
+        ValueError: `cdb` holds no settings, or names one that does not exist.
+    """
+    cdb, saved = (getattr(generation_config, name, None) for name in ("cdb", "cdb_config"))
+    return saved if cdb is None or isinstance(cdb, bool) else CDBConfig.create(cdb, saved)
 
 
 def _check_integer(name: str, value: Any) -> None:
