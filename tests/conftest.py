@@ -26,3 +26,19 @@ def _seed():
 def _forget_warnings_shown_once():
     # warning_once would otherwise show a warning to the first test of a process only.
     transformers.utils.logging.warning_once.cache_clear()
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """Every engine that is made."""
+    from hf_cdb.engine import Engine
+
+    made = []
+    create = Engine.__init__
+
+    def record(self, *args, **kwargs):
+        create(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(Engine, "__init__", record)
+    return made

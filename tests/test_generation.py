@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM, pipeline
 
 from hf_cdb import CDBConfig, CDBGenerationMixin, GenerateCDBOutput, enable_cdb
@@ -116,41 +115,6 @@ def test_rows_that_end_early_are_filled(model):
                 assert (output.logits[step][row] == 0).all()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 5.0},
-        {"no_repeat_ngram_size": 2},
-        {"min_new_tokens": 4, "eos_token_id": 1},
-        {"min_length": 14, "eos_token_id": 1},
-        {"bad_words_ids": [[3], [7, 8]]},
-        {"sequence_bias": {(4,): 5.0, (2, 9): -3.0}},
-        {"suppress_tokens": [1, 2, 3]},
-        {"begin_suppress_tokens": [5]},
-        {"forced_eos_token_id": 7},
-        {"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": 1},
-        {"encoder_repetition_penalty": 2.0},
-        {"encoder_no_repeat_ngram_size": 2},
-        {"max_length": 13, "max_new_tokens": None},
-        {"num_return_sequences": 2, "do_sample": True},
-        {"do_sample": True, "temperature": 1.7, "top_k": 10, "top_p": 0.8},
-        {"do_sample": True, "min_p": 0.1},
-        {"do_sample": True, "typical_p": 0.6},
-        {"do_sample": True, "epsilon_cutoff": 0.01, "eta_cutoff": 0.01},
-        {"do_sample": True, "repetition_penalty": 1.5, "top_k": 5, "temperature": 0.8, "no_repeat_ngram_size": 2},
-        {"renormalize_logits": True, "remove_invalid_values": True},
-    ],
-    ids=str,
-)
-def test_options_give_stock_s_tokens_with_exits_off(model, options):
-    """F-04: processors that need history see each row's own, with stock's view of the padding."""
-    results = []
-    for cdb in (False, {"exit_rule": "never"}):
-        torch.manual_seed(5)
-        results.append(generate(model, cdb, **options))
-    assert torch.equal(*results)
-
-
 def test_stop_strings(model):
     """G-05: a stop string ends the row that holds it and no other, and does not match across rows."""
     tokenizer = letter_tokenizer()
@@ -188,18 +152,6 @@ def test_inputs_embeds(model):
     assert torch.equal(chunked, by_embeds)
 
 
-def test_right_padding_is_read_from_the_mask(model):
-    rows = prompts(3, 9)
-    ids = torch.zeros(2, 9, dtype=torch.long)
-    mask = torch.zeros(2, 9, dtype=torch.long)
-    for line, row in enumerate(rows):
-        ids[line, : len(row)], mask[line, : len(row)] = row, 1
-    output = generate(model, EARLY, ids, mask)
-    for line, row in enumerate(rows):
-        alone = generate(model, EARLY, row[None], torch.ones(1, len(row)).long())
-        assert output[line, 9:].tolist() == alone[0, len(row) :].tolist()
-
-
 def test_one_row_and_many_rows(model):
     one = generate(model, EARLY, IDS[:1, 6:], MASK[:1, 6:])
     many = generate(model, {**EARLY, "max_num_seqs": 8}, IDS[:1, 6:].expand(40, -1), None, max_new_tokens=8)
@@ -235,15 +187,6 @@ def test_noise_is_bounded_and_drawn_again():
     for row, index in order:
         assert torch.equal(noise.line(row, None, index), expected[index][row])
         assert len(noise._matrices) <= 2
-
-
-def test_mixed_kinds_of_requests_do_not_mix():
-    """F-01: in a batch every row is greedy, or samples, as it was asked to."""
-    model = RANDOM["ouro"](eos_token_id=None, pad_token_id=0).double()
-    greedy = generate(model, EARLY, max_new_tokens=20)
-    sampled = generate(model, {**EARLY, "seeds": [1, 2, 3]}, max_new_tokens=20, do_sample=True, temperature=1.5)
-    assert not torch.equal(greedy, sampled)
-    assert len(set(sampled[0, 9:].tolist())) > 1
 
 
 @pytest.mark.parametrize("seed_of_row", [[3, 1, 8], [3, 3, 3]])
@@ -384,11 +327,6 @@ def test_arguments_that_are_not_known(model):
         ({"use_cache": False}, ["use_cache=False"]),
         ({"prefill_chunk_size": 4}, ["prefill_chunk_size=4"]),
         ({"position_ids": torch.arange(9).expand(3, -1)}, ["position_ids", "attention_mask"]),
-        ({"max_time": 5.0}, ["MaxTimeCriteria", "cdb=False"]),
-        ({"guidance_scale": 2.0}, ["ClassifierFreeGuidance", "cdb=False"]),
-        ({"logits_processor": [lambda ids, scores: scores]}, ["logits_processor"]),
-        ({"prefix_allowed_tokens_fn": lambda row, ids: [1]}, ["prefix_allowed_tokens_fn"]),
-        ({"stopping_criteria": [lambda ids, scores: False]}, ["stopping criterion"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -488,13 +426,6 @@ def test_enable_cdb_on_a_model_of_transformers(tmp_path):
 
 def test_enable_cdb_refuses_what_could_not_generate():
     refused(["model=DoryModel", "head", "AutoModelForCausalLM"], lambda: enable_cdb(random_dory().model))
-    lora = LoraConfig(r=2, target_modules=["q_proj"])
-    refused(["PEFT", "Enable cdb first"], lambda: enable_cdb(get_peft_model(random_dory(), lora)))
-    model = random_dory(eos_token_id=None, pad_token_id=0)
-    options = {"attention_mask": MASK, "max_new_tokens": 8, "do_sample": False}
-    expected = model.generate(IDS, **options)
-    wrapped = get_peft_model(enable_cdb(model), lora)
-    assert torch.equal(wrapped.generate(input_ids=IDS, cdb={"exit_rule": "never"}, **options), expected)
 
 
 def test_a_model_that_is_not_looped_is_refused():

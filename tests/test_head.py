@@ -13,6 +13,24 @@ def test_the_head_gives_the_same_logits_for_few_rows_and_many():
         assert torch.allclose(apply_head(head, states[:rows]), expected, atol=1e-5)
 
 
+class Packed(torch.Tensor):
+    """Weights, as a quantisation library has them, that know how to be those of a linear layer and no more."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):
+            raise NotImplementedError("packed weights cannot be multiplied")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_weights_of_another_type_are_left_to_the_layer():
+    head = nn.Linear(48, 20, bias=False)
+    states = torch.randn(4, 48)
+    expected = head(states)
+    head.weight = nn.Parameter(head.weight.detach().as_subclass(Packed))
+    assert torch.equal(apply_head(head, states).as_subclass(torch.Tensor), expected)
+
+
 def test_whoever_changes_the_head_is_heard():
     """A bias, a hook, a replaced forward (accelerate) and a subclass (quantisation, LoRA) all take the layer's call."""
 

@@ -14,9 +14,10 @@ from .adapters import LoopAdapter, register_adapter
 from .cache import DepthCache
 from .checkpoints import tiny_checkpoint
 from .config import CDBConfig
+from .diagnosis import diagnose
 from .exit_heads import attach_exit_head, load_exit_head
 from .exits import ExitRule
-from .generation import CDBGenerationMixin, GenerateCDBOutput, enable_cdb
+from .generation import CDBGenerationMixin, GenerateCDBOutput, RowsFailedError, enable_cdb
 from .models import (
     HuginnCausalLMOutput,
     HuginnConfig,
@@ -28,6 +29,7 @@ from .models import (
     RavenForCausalLM,
     register_models,
 )
+from .streaming import StreamPiece
 
 __all__ = [
     "CDBConfig",
@@ -44,7 +46,10 @@ __all__ = [
     "OuroModel",
     "OuroModelOutput",
     "RavenForCausalLM",
+    "RowsFailedError",
+    "StreamPiece",
     "attach_exit_head",
+    "diagnose",
     "enable_cdb",
     "load_exit_head",
     "register_adapter",

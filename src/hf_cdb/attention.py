@@ -27,6 +27,7 @@ def depth_attention(
     scaling: float,
     depth_cache: DepthCache,
     sliding_window: int | None = None,
+    dropout: float = 0.0,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of every span of the bound launch over what its request has cached.
@@ -36,12 +37,13 @@ def depth_attention(
         key, value: the new entries, `[1, kv heads, tokens, head dim]`, which `depth_cache` has stored already.
         scaling: factor on the scores.
         sliding_window: a query reads the last so many positions, its own included.
+        dropout: share of the weights to drop; layers give it in training mode.
 
     Returns:
         `[1, tokens, heads, head dim]`, and None for the weights.
     """
     places = depth_cache.places
-    packed = _attend_packed(query, depth_cache, scaling, sliding_window) if places.packed else None
+    packed = _attend_packed(query, depth_cache, scaling, sliding_window, dropout) if places.packed else None
     if packed is not None and places.packed_tokens is None:
         return packed[None], None
     output = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
@@ -54,13 +56,15 @@ def depth_attention(
             # What a prompt that starts here reads are its own new entries, warm in the caches of the processor.
             whole = span.start == 0
             read = [x.narrow(2, token, length) for x in (key, value)] if whole else depth_cache.views(index)
-            own = _attend_span(query.narrow(2, token, length), *read, scaling, sliding_window)
+            own = _attend_span(query.narrow(2, token, length), *read, scaling, sliding_window, dropout)
             output[token : token + length] = own[0].transpose(0, 1)
         token += length
     return output[None], None
 
 
-def _attend_packed(query: torch.Tensor, depth_cache: DepthCache, scaling: float, window: int | None) -> torch.Tensor:
+def _attend_packed(
+    query: torch.Tensor, depth_cache: DepthCache, scaling: float, window: int | None, dropout: float
+) -> torch.Tensor:
     """Attention of the packed spans in one call, `[spans, heads, head dim]`."""
     places = depth_cache.places
     queries = query[0].transpose(0, 1)
@@ -70,39 +74,41 @@ def _attend_packed(query: torch.Tensor, depth_cache: DepthCache, scaling: float,
     # The heads that share a key are as good as queries of it.
     grouped = queries.unflatten(1, (both.shape[2], -1))
     mask = places.packed_mask(window)
-    output = nn.functional.scaled_dot_product_attention(grouped, both[0], both[1], attn_mask=mask, scale=scaling)
+    options = {"scale": scaling, "dropout_p": dropout}
+    output = nn.functional.scaled_dot_product_attention(grouped, both[0], both[1], attn_mask=mask, **options)
     return output.flatten(1, 2)
 
 
 def _attend_span(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None, dropout: float
 ) -> torch.Tensor:
+    options = {"scale": scaling, "dropout_p": dropout}
     queries, keys = query.shape[2], key.shape[2]
     groups = query.shape[1] // key.shape[1]
     if queries == 1:
         if window is not None and keys > window:
             key, value = key.narrow(2, keys - window, window), value.narrow(2, keys - window, window)
         if groups == 1:
-            return nn.functional.scaled_dot_product_attention(query, key, value, scale=scaling)
+            return nn.functional.scaled_dot_product_attention(query, key, value, **options)
         # The heads that share a key are as good as queries of it, and need no copies of it.
         grouped = query.reshape(1, key.shape[1], groups, -1)
-        output = nn.functional.scaled_dot_product_attention(grouped, key, value, scale=scaling)
+        output = nn.functional.scaled_dot_product_attention(grouped, key, value, **options)
         return output.reshape(query.shape)
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     if queries == keys and (window is None or keys <= window):
-        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
     distance = torch.arange(keys - queries, keys, device=query.device)[:, None] - torch.arange(
         keys, device=query.device
     )
     mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
 AttentionInterface.register(DEPTH_ATTENTION, depth_attention)
 
 
-_LOCKS: "weakref.WeakKeyDictionary[nn.Module, threading.Lock]" = weakref.WeakKeyDictionary()
+_LOCKS: "weakref.WeakKeyDictionary[nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
 _GUARD = threading.Lock()
 
 
@@ -118,7 +124,7 @@ class AttentionSwitch:
         self._configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
         self._before: list[str] = []
         with _GUARD:
-            self._lock = _LOCKS.setdefault(model, threading.Lock())
+            self._lock = _LOCKS.setdefault(model, threading.RLock())
 
     def __enter__(self) -> None:
         self._lock.acquire()

@@ -100,7 +100,8 @@ class DepthCache(Cache):
         self._reading = kind, layer
         places, pool = self._bound_places(kind), self._pools[kind].tensor[layer]
         key, value = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
-        new = torch.stack((key, value), dim=1)  # [tokens, 2, kv heads, head dim]
+        # Under autocast they come in another dtype than the model's. [tokens, 2, kv heads, head dim]
+        new = torch.stack((key, value), dim=1).to(pool.dtype)
         if places.by_position is not None:
             chosen = new if places.by_head is None else new[places.position_tokens]
             pool.index_copy_(0, places.by_position, chosen.flatten(1))

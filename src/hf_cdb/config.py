@@ -16,7 +16,7 @@ from .exit_heads import ExitHead, head_for
 from .exits import RULES, ArgmaxStability, ExitRule, make_rule
 from .kv_policy import POLICIES
 
-__all__ = ["CDBConfig"]
+__all__ = ["CDBConfig", "saved_settings"]
 
 logger = logging.get_logger(__name__)
 
@@ -45,6 +45,7 @@ class CDBConfig:
         exit_depths: for `replay`, a depth per row and new token; the first of every row is R.
         seeds: for sampling, a seed per prompt, which alone decides the row's noise.
         trace: record every launch in `stats.trace`.
+        progress: show a bar of finished rows.
 
     Raises:
         ValueError: a value out of its range, or two that contradict each other.
@@ -65,6 +66,7 @@ class CDBConfig:
     exit_depths: Any = None
     seeds: Sequence[int] | None = None
     trace: bool = False
+    progress: bool = False
 
     def __post_init__(self) -> None:
         for name in ("min_depth", "max_num_seqs", "min_coda_batch"):
@@ -72,7 +74,7 @@ class CDBConfig:
         for name in ("max_depth", "kv_slots", "prefill_chunk_size"):
             if getattr(self, name) is not None:
                 self._take_integer(name)
-        for name in ("refill", "trace"):
+        for name in ("refill", "trace", "progress"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose True or False.")
         if isinstance(self.lookahead, bool) or self.lookahead not in (0, 1):
@@ -157,7 +159,7 @@ class CDBConfig:
             value: True: the saved settings; a dict: merged into them; a CDBConfig: replaces them. A dict that names
                 another exit rule than the saved one does without the saved threshold and depths, which belong to that
                 rule.
-            saved: the model's `generation_config.cdb_config`, a dict or a CDBConfig.
+            saved: see `saved_settings`.
 
         Raises:
             ValueError: none of these, or a name that does not exist.
@@ -166,7 +168,7 @@ class CDBConfig:
             return value
         if value is not True and not isinstance(value, Mapping):
             raise ValueError(f"cdb={value!r}: pass True, False, a dict of settings or a CDBConfig.")
-        saved = saved.to_dict() if isinstance(saved, cls) else dict(saved or {})
+        saved = dict(saved.changed() if isinstance(saved, cls) else saved or {})
         given = dict(value) if isinstance(value, Mapping) else {}
         if given.get("exit_rule", saved.get("exit_rule")) != saved.get("exit_rule"):
             for name in ("exit_threshold", "exit_depths"):
@@ -180,6 +182,23 @@ class CDBConfig:
                 )
         return cls(**settings)
 
+    @classmethod
+    def plain(cls, settings: "Mapping[str, Any] | CDBConfig") -> dict[str, Any]:
+        """What a dict or a config names, checked and ready for JSON.
+
+        Raises:
+            ValueError: as `create` and `to_dict`.
+        """
+        config = cls.create(settings)
+        plain = config.to_dict()
+        names = plain if isinstance(settings, cls) else settings
+        return {name: getattr(config, name) for name in names}
+
+    def changed(self) -> dict[str, Any]:
+        """The settings that differ from the defaults."""
+        fields = dataclasses.fields(self)
+        return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
+
     def to_dict(self) -> dict[str, Any]:
         """The settings that differ from the defaults, ready for `generation_config.cdb_config`.
 
@@ -191,8 +210,7 @@ class CDBConfig:
                 f"exit_rule={self.exit_rule!r} is an object and cannot be saved. Save a rule's name, or pass the "
                 "object in every call."
             )
-        fields = dataclasses.fields(self)
-        return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
+        return self.changed()
 
     def resolve(self, adapter: LoopAdapter) -> "CDBConfig":
         """The same settings with every default that the model decides filled in; warns once of doubtful ones.
@@ -269,6 +287,16 @@ class CDBConfig:
                 "another rule that needs none."
             )
         return head
+
+
+def saved_settings(generation_config: Any) -> Mapping[str, Any] | CDBConfig | None:
+    """The settings that a generation config names: `cdb_config`, and over it what `cdb` itself holds.
+
+    Raises:
+        ValueError: `cdb` holds no settings, or names one that does not exist.
+    """
+    cdb, saved = (getattr(generation_config, name, None) for name in ("cdb", "cdb_config"))
+    return saved if cdb is None or isinstance(cdb, bool) else CDBConfig.create(cdb, saved)
 
 
 def _is_integer(value: Any) -> bool:

@@ -13,7 +13,7 @@ from .cache import DepthCache
 from .config import CDBConfig
 from .exits import ExitRule
 from .kv_policy import KVPolicy
-from .places import Span
+from .places import Span, first_tokens, last_tokens, part_of
 from .request import Request
 from .scheduler import Launch, Scheduler
 from .stats import CDBStats
@@ -98,14 +98,37 @@ class Engine:
         ended, self._ended = self._ended, []
         return ended
 
+    def fail(self, request: Request, error: BaseException) -> None:
+        """End a request with an error, or mark one that has ended; its tokens so far stay in it."""
+        request.error = error
+        self._end(request, "failed")
+        self.scheduler.cancel(request.key)
+
+    def close(self) -> None:
+        """Cancel every request that is left: no keys or values stay behind."""
+        for key in list(self._requests):
+            self.cancel(key)
+
     @torch.no_grad()
     def step(self) -> Launch | None:
-        """Run one launch; None when no request is left."""
+        """Run one launch; None when no request is left.
+
+        What a request's own processors and criteria raise ends that request as "failed". Any other error belongs to no
+        single one: all that are left fail with it, and it is raised; the engine takes new requests after it.
+        """
         launch = self.scheduler.next()
         if launch is None:
             return None
         stages = {"prelude": self._prelude, "loop": self._loop, "coda": self._coda}
-        flags = stages[launch.stage](launch)
+        try:
+            flags = stages[launch.stage](launch)
+        except BaseException as error:
+            for request in list(self._requests.values()):
+                self.fail(request, error)
+            for key in launch.keys:
+                self.scheduler.cancel(key)  # some may have ended in this very launch
+            self.scheduler.commit(launch)
+            raise
         self.stats.record(launch, self.scheduler.waiting)
         self.scheduler.commit(launch, flags)
         return launch
@@ -157,8 +180,8 @@ class Engine:
         rows = [self._requests[key] for key in launch.keys]
         spans = self._spans(rows, launch)
         layer_inputs = self._address(spans, self._positions(spans))
-        previous = torch.cat([_part(row, row.state, span) for row, span in zip(rows, spans, strict=True)])
-        embeds = torch.cat([_part(row, row.embeds, span) for row, span in zip(rows, spans, strict=True)])
+        previous = torch.cat([part_of(row.state, span) for row, span in zip(rows, spans, strict=True)])
+        embeds = torch.cat([part_of(row.embeds, span) for row, span in zip(rows, spans, strict=True)])
         with self._attention:
             state = self.adapter.loop(previous[None], embeds[None], layer_inputs)[0]
         for row, span, new in zip(rows, spans, state.split([s.end - s.start for s in spans]), strict=True):
@@ -181,7 +204,7 @@ class Engine:
         if not deciding or self.rule.name == "never":
             return flags
         if len(deciding) < len(previous):
-            tokens = self._tensor(_first_tokens(spans, deciding))
+            tokens = self._tensor(first_tokens(spans, deciding))
             previous, state = previous[tokens], state[tokens]
         depths = [launch.depths[index] for index in deciding]
         leave = self.rule.leave(
@@ -205,24 +228,26 @@ class Engine:
         """Rows that left: the layers after the loop, the head, the next token."""
         rows = [self._requests[key] for key in launch.keys]
         spans = self._spans(rows, launch)
-        state = torch.cat([_part(row, row.state, span) for row, span in zip(rows, spans, strict=True)])
+        state = torch.cat([part_of(row.state, span) for row, span in zip(rows, spans, strict=True)])
         ends = [index for index, (row, span) in enumerate(zip(rows, spans, strict=True)) if span.end == row.end]
-        logits = self._run_coda(spans, state, keep=self._tensor(_last_tokens(spans, ends)))
+        logits = self._run_coda(spans, state, keep=self._tensor(last_tokens(spans, ends)))
+        self._choose([rows[index] for index in ends], logits)
         finished = [False] * len(rows)
-        for index, done in zip(ends, self._choose([rows[index] for index in ends], logits), strict=True):
+        for index in ends:
             row, depth = rows[index], launch.depths[index]
-            self.stats.depths[depth] += 1
-            row.exit_depths.append(depth)
-            finished[index] = done
-            if not done:
+            if row.error is None:
+                self.stats.depths[depth] += 1
+                row.exit_depths.append(depth)
+            finished[index] = self._ends(row)
+            if not finished[index]:
                 if len(row.tokens) > 1:
                     self.cache.fill(row.key, row.start, depth)
                 row.start, row.end = row.end, row.end + 1
                 row.release()
         return finished
 
-    def _choose(self, rows: list[Request], logits: torch.Tensor) -> list[bool]:
-        """Choose a token for every row; whether that ends it."""
+    def _choose(self, rows: list[Request], logits: torch.Tensor) -> None:
+        """Choose a token for every row; one whose processors raised has an error instead."""
         groups: dict[int, list[int]] = {}
         for index, row in enumerate(rows):
             groups.setdefault(id(row.sampler), []).append(index)
@@ -230,14 +255,19 @@ class Engine:
             chosen = [rows[index] for index in indices]
             part = logits if len(indices) == len(rows) else logits[self._tensor(indices)]
             for row, token in zip(chosen, chosen[0].sampler.choose(chosen, part), strict=True):
-                row.tokens.append(token)
-        finished = []
-        for row in rows:
-            done = len(row.tokens) >= row.max_new_tokens or (row.stop is not None and row.stop(row))
-            if done:
-                self._end(row, "finished")
-            finished.append(done)
-        return finished
+                if row.error is None:
+                    row.tokens.append(token)
+
+    def _ends(self, row: Request) -> bool:
+        """End a row that has its last token, or an error."""
+        try:
+            done = row.error is not None or len(row.tokens) >= row.max_new_tokens
+            done = done or (row.stop is not None and row.stop(row))
+        except Exception as error:  # whatever a criterion raises, it is this row's
+            row.error, done = error, True
+        if done:
+            self._end(row, "finished" if row.error is None else "failed")
+        return done
 
     def _end(self, row: Request, status: str) -> None:
         row.status = status
@@ -309,26 +339,6 @@ def _check_flags(rule: ExitRule, leave: Any, rows: int) -> list[bool]:
             f"per row, a bool tensor [{rows}] or a sequence."
         )
     return [bool(flag) for flag in flags]
-
-
-def _part(row: Request, tensor: torch.Tensor, span: Span) -> torch.Tensor:
-    """The rows of a request's tensor that a span covers."""
-    length = span.end - span.start
-    return tensor if length == len(tensor) else tensor[span.start : span.end]
-
-
-def _first_tokens(spans: list[Span], indices: list[int]) -> list[int]:
-    """Where in the launch the spans `indices` begin."""
-    offsets = [0]
-    for span in spans:
-        offsets.append(offsets[-1] + span.end - span.start)
-    return [offsets[index] for index in indices]
-
-
-def _last_tokens(spans: list[Span], indices: list[int]) -> list[int]:
-    """Where in the launch the spans `indices` end."""
-    lengths = [spans[index].end - spans[index].start for index in indices]
-    return [first + length - 1 for first, length in zip(_first_tokens(spans, indices), lengths, strict=True)]
 
 
 def _start_options(rows: list[Request], spans: list[Span], device: torch.device) -> dict:

@@ -1,60 +1,65 @@
 """Continuous depth batching inside `generate`: `model.generate(..., cdb=True)`."""
 
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from transformers.generation import GenerationMixin, LogitsProcessorList
-from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation import GenerationMixin
 from transformers.utils import logging
 
 from .adapters import adapter_for
-from .config import CDBConfig
+from .config import CDBConfig, saved_settings
+from .criteria import Stops
 from .engine import Engine
 from .exit_heads import FOLDER as HEADS_FOLDER
 from .exit_heads import save_exit_heads
-from .generation_arguments import UNSUPPORTED_SETTINGS, refuse, refuse_early, take_official_arguments
+from .generation_arguments import (
+    check_guidance,
+    check_model,
+    check_names,
+    check_on_token,
+    check_options,
+    check_replays,
+    refuse,
+    refuse_early,
+    take_official_arguments,
+)
+from .generation_output import GenerateCDBOutput, RowsFailedError
 from .generation_requests import make_noise, make_requests
-from .request import Request
-from .sampling import Sampler, check_criteria, check_processors
-from .stats import CDBStats
+from .generation_run import GenerationRun
+from .processors import processors_of_rows
+from .sampling import Sampler
+from .streaming import OneRowStreamer, StreamPiece
 
-__all__ = ["CDBGenerationMixin", "GenerateCDBOutput", "enable_cdb"]
+__all__ = ["CDBGenerationMixin", "GenerateCDBOutput", "RowsFailedError", "enable_cdb"]
 
 logger = logging.get_logger(__name__)
 
+_SIGNATURE = inspect.signature(GenerationMixin.generate)
 # generate repeats tensors with the rows of beams and num_return_sequences; these mean the same for all rows.
 _SCALARS = ("num_steps", "init_scale", "init_seed", "exit_threshold", "exit_at_step")
-
-
-@dataclass
-class GenerateCDBOutput(GenerateDecoderOnlyOutput):
-    """Output of `generate(..., cdb=True, return_dict_in_generate=True)`.
-
-    Attributes:
-        sequences: int64 `[batch, prompt + new tokens]`, finished rows filled with the pad token.
-        scores, logits: with `output_scores` and `output_logits`, a float32 `[batch, vocab]` per new token, after and
-            before the processors. Finished rows have logits 0, and scores of -inf but for 0 at the pad token.
-        exit_depths: int64 `[batch, new tokens]`, loops run for each token, from 1; 0 where the row has none.
-        stats: counts of the run.
-    """
-
-    exit_depths: torch.Tensor | None = None
-    stats: CDBStats | None = None
 
 
 class CDBGenerationMixin(GenerationMixin):
     """`generate` with the argument `cdb`; without it the library's own, unchanged."""
 
     @torch.no_grad()
-    def generate(self, *args, cdb: Any = None, **kwargs):
+    def generate(self, *args, cdb: Any = None, on_token: Callable[[int, int, int], Any] | None = None, **kwargs):
         """As `GenerationMixin.generate`, and:
 
         Args:
             cdb: True, a dict of settings or a `CDBConfig` for continuous depth batching; False for stock generation;
                 None for what `generation_config.cdb` says.
+            on_token: with cdb, called with (row, token id, exit depth) as soon as a row has a token; what it returns
+                is not read. Rows are those of the output.
+
+        Raises:
+            RowsFailedError: with cdb, what belongs to a row alone raised there: a logits processor, a stopping
+                criterion, `on_token`. The other rows are finished, and the error holds them.
+            ValueError: an argument or a setting that cdb cannot follow.
         """
+        kwargs = {**_named(self, args, kwargs), **kwargs}
         if cdb is not None:
             kwargs["cdb"] = cdb
         if kwargs.get("cache_implementation") == "paged":
@@ -62,15 +67,61 @@ class CDBGenerationMixin(GenerationMixin):
                 "cache_implementation='paged' has one entry per layer, but a looped model needs one per loop and "
                 "layer. Generate with cdb=True, which schedules requests as they come, or leave it out."
             )
-        if self._wants_cdb(cdb, kwargs.get("generation_config")):
+        wanted = self._wants_cdb(cdb, kwargs.get("generation_config"))
+        if on_token is not None:
+            check_on_token(on_token, wanted)
+            kwargs["on_token"] = on_token
+        if wanted:
             refuse_early(kwargs)
-        return super().generate(*args, **kwargs)
+            if kwargs.get("streamer") is not None:
+                kwargs["streamer"] = OneRowStreamer(kwargs["streamer"])
+        return super().generate(**kwargs)
+
+    def generate_stream(
+        self, *args, tokenizer: Any = None, skip_special_tokens: bool = True, cdb: Any = None, **kwargs
+    ) -> Iterator[StreamPiece]:
+        """Generate with cdb, and give every token of every row as soon as it is there.
+
+        Nothing runs in the background: the engine moves on when the next piece is asked for. Closing the iterator, or
+        dropping it, ends the call. Arguments are checked at once, as `generate` checks them.
+
+        Args:
+            tokenizer: makes pieces text, and finds `stop_strings`; without one pieces are token ids.
+            skip_special_tokens: leave them out of the text.
+            cdb: as for `generate`; None is True where `generation_config` says nothing.
+
+        Returns:
+            An iterator of `StreamPiece`, (row, piece, depth). Its own value, which `yield from` gives, is what
+            `generate` returns.
+
+        Raises:
+            ValueError: cdb=False, or what `generate` refuses.
+            RowsFailedError: from the iterator after the last piece; rows failed.
+        """
+        config = {**_named(self, args, kwargs), **kwargs}.get("generation_config")
+        if cdb is None and not self._wants_cdb(None, config):
+            cdb = True
+        if cdb is False:
+            raise ValueError(
+                "cdb=False: generate_stream steps an engine, which stock generation has not. Leave it out, or pass a "
+                "streamer to generate."
+            )
+        run = type(self).generate(self, *args, tokenizer=tokenizer, cdb=cdb, _lazy=True, **kwargs)
+        return run.stream(tokenizer, skip_special_tokens)
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
-        """As the library's, and writes the model's trained exit heads into the folder `exit_heads` there."""
-        if any(getattr(self.generation_config, name, None) is not None for name in ("cdb", "cdb_config")):
-            # Marked as made from the model config, the file would lose its extra keys on the next load.
-            self.generation_config._from_model_config = False
+        """As the library's, and writes the model's trained exit heads into the folder `exit_heads` there.
+
+        Raises:
+            ValueError: settings of cdb in the generation config that do not exist, or that JSON cannot hold.
+        """
+        for name in ("cdb", "cdb_config"):
+            settings = getattr(self.generation_config, name, None)
+            if settings is not None:
+                # Marked as made from the model config, the file would lose its extra keys on the next load.
+                self.generation_config._from_model_config = False
+                if not isinstance(settings, bool):
+                    setattr(self.generation_config, name, CDBConfig.plain(settings))
         if is_main_process:
             save_exit_heads(self, save_directory)
         return super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
@@ -89,7 +140,7 @@ class CDBGenerationMixin(GenerationMixin):
         return cdb is not None and cdb is not False
 
     def _prepare_generation_config(self, generation_config, **kwargs):
-        cdb = kwargs.pop("cdb", None)
+        cdb, on_token, lazy = kwargs.pop("cdb", None), kwargs.pop("on_token", None), kwargs.pop("_lazy", False)
         for name in _SCALARS:
             if isinstance(kwargs.get(name), torch.Tensor) and kwargs[name].numel() == 1:
                 kwargs[name] = kwargs[name].item()
@@ -99,31 +150,19 @@ class CDBGenerationMixin(GenerationMixin):
         generation_config._cdb = None
         if cdb is not None and cdb is not False:
             adapter = adapter_for(self)
-            saved = getattr(generation_config, "cdb_config", None)
-            config = take_official_arguments(CDBConfig.create(cdb, saved), adapter, model_kwargs)
+            check_model(adapter)
+            check_options(generation_config)
+            config = CDBConfig.create(cdb, saved_settings(generation_config))
+            config = take_official_arguments(config, adapter, model_kwargs)
+            check_names(self, model_kwargs)
             generation_config._cdb = (adapter, config.resolve(adapter))
+            generation_config._on_token, generation_config._lazy = on_token, lazy
         return generation_config, model_kwargs
 
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
-        if generation_config._cdb is None:
-            return
-        if generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-            raise ValueError(
-                f"generation mode {generation_mode.value!r} is not supported with cdb: it moves rows between "
-                "positions, which a depth cache does not follow. Use greedy search or sampling, or cdb=False."
-            )
-        for name in UNSUPPORTED_SETTINGS:
-            if getattr(generation_config, name, None):
-                refuse(name, getattr(generation_config, name))
-        if generation_config.use_cache is False:
-            raise ValueError(
-                "use_cache=False is not supported with cdb: rows at different depths read each other's past from a "
-                "cache, and nothing could be recomputed at the depths it had. Leave it out, or generate with cdb=False."
-            )
-        for name in ("streamer", "synced_gpus"):
-            if generation_mode_kwargs.get(name):
-                refuse(name, generation_mode_kwargs[name])
+        if generation_config._cdb is not None and generation_mode_kwargs.get("synced_gpus"):
+            refuse("synced_gpus", generation_mode_kwargs["synced_gpus"])
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         if generation_config._cdb is None:
@@ -131,11 +170,9 @@ class CDBGenerationMixin(GenerationMixin):
         return None
 
     def _get_logits_processor(self, generation_config, *args, **kwargs):
-        if getattr(generation_config, "_cdb", None) is None:
-            return super()._get_logits_processor(generation_config, *args, **kwargs)
-        # Kept to build every row a list of its own once the rows are known.
-        generation_config._processor_arguments = (args, kwargs)
-        return LogitsProcessorList()
+        if getattr(generation_config, "_cdb", None) is not None:
+            check_guidance(generation_config, kwargs)
+        return super()._get_logits_processor(generation_config, *args, **kwargs)
 
     def _get_stopping_criteria(self, generation_config, stopping_criteria=None, tokenizer=None, **kwargs):
         end = getattr(tokenizer, "eos_token_id", None)
@@ -153,73 +190,62 @@ class CDBGenerationMixin(GenerationMixin):
         if generation_config._cdb is None:
             return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
         adapter, config = generation_config._cdb
-        check_criteria(stopping_criteria)
-        processors = self._row_processors(generation_config, len(input_ids))
+        copies, pad = generation_config.num_return_sequences, generation_config._pad_token_tensor
+        keep_scores = bool(generation_config.output_scores and generation_config.return_dict_in_generate)
+        processors = processors_of_rows(logits_processor, input_ids, copies, adapter.vocab_size)
+        stops = Stops(stopping_criteria, input_ids, adapter.vocab_size, keep_scores, 0 if pad is None else int(pad))
+        check_replays(stops, generation_config)
         noise = make_noise(config, len(input_ids), adapter) if generation_config.do_sample else None
         sampler = Sampler(
             processors,
             input_ids,
             generation_config.do_sample,
             noise,
-            keep_scores=bool(generation_config.output_scores and generation_config.return_dict_in_generate),
+            keep_scores=keep_scores,
             keep_logits=bool(generation_config.output_logits and generation_config.return_dict_in_generate),
         )
-        requests = make_requests(input_ids, generation_config, config, sampler, stopping_criteria, kwargs)
-        engine = Engine(adapter, config)
-        for request in requests:
-            engine.add_request(request)
-        engine.run()
-        return _gather(input_ids, requests, generation_config, engine.stats)
+        requests = make_requests(input_ids, generation_config, config, sampler, stops, kwargs)
+        run = GenerationRun(
+            Engine(adapter, config),
+            requests,
+            input_ids,
+            generation_config,
+            stops,
+            on_token=generation_config._on_token,
+            streamer=kwargs.get("streamer"),
+            progress=config.progress,
+        )
+        return run if generation_config._lazy else run.finish()
 
-    def _row_processors(self, generation_config, rows: int) -> list[LogitsProcessorList]:
-        """A list of processors for every row, as stock generate would build it for the row alone."""
-        args, kwargs = generation_config._processor_arguments
-        if kwargs.get("prefix_allowed_tokens_fn") is not None:
-            refuse("prefix_allowed_tokens_fn", kwargs["prefix_allowed_tokens_fn"])
-        if kwargs.get("logits_processor"):
-            refuse("logits_processor", kwargs["logits_processor"])
-        if kwargs.get("negative_prompt_ids") is not None:
-            refuse("negative_prompt_ids", kwargs["negative_prompt_ids"])
-        whole = super()._get_logits_processor(generation_config, *args, **kwargs)
-        check_processors(whole)
-        if not whole:
-            return [whole] * rows
-        prompts = kwargs["encoder_input_ids"]
-        copies = rows // len(prompts)
-        lists = []
-        for row in range(rows):
-            own = {**kwargs, "encoder_input_ids": prompts[row // copies : row // copies + 1]}
-            own["model_kwargs"] = {
-                name: value[row : row + 1] if isinstance(value, torch.Tensor) and len(value) == rows else value
-                for name, value in kwargs["model_kwargs"].items()
-            }
-            lists.append(super()._get_logits_processor(generation_config, *args, **own))
-        return lists
+
+def _named(model: GenerationMixin, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Positional arguments of `generate` by their names."""
+    named = _SIGNATURE.bind_partial(model, *args).arguments
+    named.pop("self")
+    twice = sorted(named.keys() & kwargs.keys())
+    if twice:
+        raise TypeError(f"generate got two values for {twice[0]!r}: one by position and one by name. Give one.")
+    return named
 
 
 def enable_cdb(model: GenerationMixin) -> GenerationMixin:
     """Give a loaded looped model the argument `cdb` of `generate`. Returns the model itself.
 
     Ouro and Huginn of this package have it already. The model keeps its class name and module, so saving, loading
-    and weight conversions see no difference.
+    and weight conversions see no difference. Of a model that PEFT has wrapped, the one inside is enabled.
 
     Raises:
-        ValueError: no adapter is registered for the model's type, it has no head, or another library has wrapped it.
+        ValueError: no adapter is registered for the model's type, or it has no head.
     """
-    name = type(model).__name__
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+    inner = adapter_for(model).model
+    if not isinstance(inner, GenerationMixin):
         raise ValueError(
-            f"model is wrapped by PEFT ({name}), whose calls would go past the wrapped layers' names. Enable cdb first "
-            "and wrap then: get_peft_model(hf_cdb.enable_cdb(model), ...)."
+            f"model={type(inner).__name__} has no language modelling head and cannot generate. Load it with "
+            "AutoModelForCausalLM."
         )
-    adapter_for(model)
-    if not isinstance(model, GenerationMixin):
-        raise ValueError(
-            f"model={name} has no language modelling head and cannot generate. Load it with AutoModelForCausalLM."
-        )
-    if not isinstance(model, CDBGenerationMixin):
-        cls = type(model)
-        model.__class__ = type(
+    if not isinstance(inner, CDBGenerationMixin):
+        cls = type(inner)
+        inner.__class__ = type(
             cls.__name__, (CDBGenerationMixin, cls), {"__module__": cls.__module__, "__reduce_ex__": _reduce}
         )
     return model
@@ -235,33 +261,3 @@ def _restore(cls: type, state: dict):
     model = cls.__new__(cls)
     model.__dict__.update(state)
     return enable_cdb(model)
-
-
-def _gather(
-    input_ids: torch.Tensor, requests: list[Request], generation_config: Any, stats: CDBStats
-) -> GenerateCDBOutput | torch.Tensor:
-    """Pad rows to the longest, as stock generate leaves them."""
-    pad = generation_config._pad_token_tensor
-    pad = int(pad) if pad is not None else 0
-    longest = max(len(request.tokens) for request in requests)
-    new = input_ids.new_full((len(requests), longest), pad)
-    depths = input_ids.new_zeros((len(requests), longest))
-    for row, request in enumerate(requests):
-        new[row, : len(request.tokens)] = new.new_tensor(request.tokens)
-        depths[row, : len(request.tokens)] = depths.new_tensor(request.exit_depths)
-    sequences = torch.cat((input_ids, new), dim=1)
-    if not generation_config.return_dict_in_generate:
-        return sequences
-    scores = logits = None
-    if generation_config.output_scores:
-        line = requests[0].scores[0].new_full((requests[0].scores[0].shape[-1],), -torch.inf)
-        line[pad] = 0.0
-        scores = _stack([request.scores for request in requests], longest, line)
-    if generation_config.output_logits:
-        logits = _stack([request.logits for request in requests], longest, torch.zeros_like(requests[0].logits[0]))
-    return GenerateCDBOutput(sequences=sequences, scores=scores, logits=logits, exit_depths=depths, stats=stats)
-
-
-def _stack(rows: list[list[torch.Tensor]], length: int, fill: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A `[batch, vocab]` per token; rows that ended give `fill`."""
-    return tuple(torch.stack([row[step] if step < len(row) else fill for row in rows]) for step in range(length))

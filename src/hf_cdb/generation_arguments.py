@@ -1,27 +1,76 @@
 """Which arguments of `generate` continuous depth batching takes, translates or refuses."""
 
 import dataclasses
+import difflib
+import inspect
 from typing import Any
+
+from transformers import GenerationConfig
+from transformers.generation import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.utils import logging
 
 from .adapters import LoopAdapter
 from .config import CDBConfig
 
 __all__ = [
-    "UNSUPPORTED_SETTINGS",
+    "IDLE_OPTIONS",
+    "REFUSED",
+    "check_guidance",
+    "check_model",
+    "check_names",
+    "check_on_token",
+    "check_options",
+    "check_replays",
     "refuse",
     "refuse_early",
     "refuse_unread",
     "take_official_arguments",
 ]
 
-# Settings of a GenerationConfig that ask for what the engine does not do.
-UNSUPPORTED_SETTINGS = (
-    "cache_implementation",
-    "output_attentions",
-    "output_hidden_states",
-    "token_healing",
-    "prefill_chunk_size",
-)
+logger = logging.get_logger(__name__)
+
+_CACHE = "keys and values of rows at different depths live in a cache of the engine's own"
+# Arguments and options that ask for what the engine does not do, and why it does not.
+REFUSED = {
+    "cache": f"{_CACHE}; a chat continues by its text",
+    "past_key_values": f"{_CACHE}; a chat continues by its text",
+    "cache_implementation": _CACHE,
+    "cache_config": _CACHE,
+    "max_cache_len": _CACHE,
+    "custom_generate": "it replaces the decoding loop, and cdb is one",
+    "assistant_model": "its drafts are checked at one depth for all of them",
+    "assistant_tokenizer": "there is no assistant",
+    "is_assistant": "an assistant takes steps back in its cache, which a depth cache cannot",
+    "synced_gpus": "rows end at different times, and no process runs on for the others",
+    "output_attentions": "rows of one launch are at different depths, and attention never forms the weights",
+    "output_hidden_states": "rows of one launch are at different depths",
+    "position_ids": "positions count the tokens that attention_mask keeps",
+    "token_healing": "it decodes a prompt again before any row has started, which is untested here",
+    "prefill_chunk_size": "cdb has a setting of that name, for pieces of one row's prompt: "
+    "cdb={'prefill_chunk_size': ...}",
+    "compile_config": "rows of one launch change their number and lengths all the time, and nothing is compiled",
+    "continuous_batching_config": "it belongs to generate_batch, and cdb schedules by itself: see max_num_seqs and "
+    "max_kv_memory",
+}
+# Options of decoding modes that cdb does not have. Stock greedy search and sampling do not read them either.
+IDLE_OPTIONS = {
+    "early_stopping": "beam search",
+    "length_penalty": "beam search",
+    "num_beam_groups": "beam search",
+    "diversity_penalty": "beam search",
+    "penalty_alpha": "contrastive search",
+    "low_memory": "contrastive search",
+    "num_assistant_tokens": "assisted decoding",
+    "num_assistant_tokens_schedule": "assisted decoding",
+    "assistant_confidence_threshold": "assisted decoding",
+    "max_matching_ngram_size": "prompt lookup",
+    "assistant_lookbehind": "assisted decoding",
+    "target_lookbehind": "assisted decoding",
+    "assistant_ensemble_weight": "assisted decoding",
+    "speculation_type": "assisted decoding",
+    "decoder_start_token_id": "models with an encoder",
+}
 # Arguments of the forward that the engine reads, or that generate itself adds.
 _READ = ("inputs_embeds", "attention_mask", "init_scale", "init_seed")
 _ADDED = ("position_ids", "use_cache", "logits_to_keep", "tokenizer", "synced_gpus", "streamer")
@@ -29,27 +78,121 @@ _ADDED = ("position_ids", "use_cache", "logits_to_keep", "tokenizer", "synced_gp
 
 def refuse(name: str, value: Any) -> None:
     """Raise the error for an argument that cdb does not support."""
-    raise ValueError(f"{name}={value!r} is not supported with cdb. Leave it out, or generate with cdb=False.")
+    reason = f": {REFUSED[name]}" if name in REFUSED else ""
+    text = repr(value)
+    if len(text) > 80:
+        text = f"<{type(value).__name__}>"
+    raise ValueError(f"{name}={text} is not supported with cdb{reason}. Leave it out, or generate with cdb=False.")
 
 
 def refuse_early(kwargs: dict[str, Any]) -> None:
     """Refuse what stock generate would act on before any hook of this class runs."""
-    for name in ("cache", "past_key_values"):
+    for name in ("cache", "past_key_values", "position_ids", "cache_implementation"):
         if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{name} cannot be passed with cdb: keys and values of rows at different depths live in a cache of "
-                "the engine's own. Continue a chat by its text, or generate with cdb=False."
-            )
+            refuse(name, kwargs[name])
     for name in ("custom_generate", "assistant_model", "synced_gpus", "output_attentions", "output_hidden_states"):
         if kwargs.get(name):
             refuse(name, kwargs[name])
-    if kwargs.get("position_ids") is not None:
+
+
+def check_options(generation_config: GenerationConfig) -> None:
+    """Refuse decoding modes and options that cdb does not have; warn of options that nothing reads in those it has."""
+    mode = generation_config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(
-            "position_ids cannot be passed with cdb: positions count the tokens that attention_mask keeps. Leave them "
-            "out, or generate with cdb=False."
+            f"generation mode {mode.value!r} is not supported with cdb: it moves rows between positions, or runs "
+            "several tokens of one at once, which a depth cache does not follow. Use greedy search or sampling, or "
+            "cdb=False."
         )
-    if kwargs.get("cache_implementation") is not None:
-        refuse("cache_implementation", kwargs["cache_implementation"])
+    for name in REFUSED:
+        if getattr(generation_config, name, None):
+            refuse(name, getattr(generation_config, name))
+    if generation_config.use_cache is False:
+        raise ValueError(
+            "use_cache=False is not supported with cdb: rows at different depths read each other's past from a "
+            "cache, and nothing could be recomputed at the depths it had. Leave it out, or generate with cdb=False."
+        )
+    defaults = generation_config._get_default_generation_params()
+    for name, modes in IDLE_OPTIONS.items():
+        value = getattr(generation_config, name, None)
+        if value is not None and value != defaults.get(name):
+            logger.warning_once(f"{name}={value!r} has no effect: it belongs to {modes}.")
+
+
+def check_names(model: GenerationMixin, model_kwargs: dict[str, Any]) -> None:
+    """Refuse names that neither generate nor the model knows, with the name that may be meant."""
+    for name, value in model_kwargs.items():
+        try:
+            model._validate_model_kwargs({name: value})
+        except ValueError as error:
+            raise ValueError(f"{error}.{_hint(model, name)}") from None
+
+
+def _hint(model: GenerationMixin, name: str) -> str:
+    settings = [field.name for field in dataclasses.fields(CDBConfig)]
+    near = difflib.get_close_matches(name.removeprefix("cdb_"), settings, n=1)
+    if near or name.startswith("cdb"):
+        example = f"{near[0]!r}: ..." if near else "..."
+        return f" Settings of cdb go into its dict: cdb={{{example}}}; they are {', '.join(settings)}."
+    options = [option for option in vars(GenerationConfig()) if not option.startswith("_")]
+    arguments = [*inspect.signature(GenerationMixin.generate).parameters, *inspect.signature(model.forward).parameters]
+    near = difflib.get_close_matches(name, [*options, *arguments], n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def check_guidance(generation_config: GenerationConfig, arguments: dict[str, Any]) -> None:
+    """Refuse a negative prompt that nothing reads; say what guidance costs."""
+    scale = generation_config.guidance_scale
+    if scale is not None and scale != 1:
+        logger.warning_once(
+            f"guidance_scale={scale}: the second pass of guidance runs row by row at the model's full depth, so cdb "
+            "makes only the first one shorter."
+        )
+        return
+    for name in ("negative_prompt_ids", "negative_prompt_attention_mask"):
+        if arguments.get(name) is not None:
+            raise ValueError(
+                f"{name} beside guidance_scale={scale}: without guidance nothing reads it. Set guidance_scale, or "
+                "leave it out."
+            )
+
+
+def check_replays(stops: Any, generation_config: GenerationConfig) -> None:
+    """Refuse to tell of tokens that may be taken back."""
+    if stops.replays and (generation_config._on_token is not None or generation_config._lazy):
+        raise ValueError(
+            "on_token and generate_stream tell of tokens at once, but a stopping criterion of this call looks at all "
+            "rows together and may take some back. Return a tensor with an entry for every row, each decided by its "
+            "own row, or generate without telling."
+        )
+
+
+def check_on_token(on_token: Any, cdb: bool) -> None:
+    """Refuse a callback that cannot be called, or that stock generation would never call."""
+    if not callable(on_token):
+        raise ValueError(f"on_token={on_token!r} cannot be called. Pass a function of (row, token, depth).")
+    if not cdb:
+        raise ValueError(
+            f"on_token={on_token!r} is called by cdb only, and cdb is off. Pass cdb=True, or a streamer instead."
+        )
+
+
+def check_model(adapter: LoopAdapter) -> None:
+    """Refuse a model that the engine would run, but not as it is meant."""
+    model = adapter.model
+    if adapter.device.type == "meta":
+        raise ValueError(
+            f"{type(model).__name__} has no weights: its parameters are on the meta device, and no hook brings them. "
+            "Load a checkpoint with from_pretrained, or offload it with accelerate."
+        )
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    if prepare is not None and getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
+        owner = getattr(prepare, "__self__", None)
+        if getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False) or owner is None:
+            raise ValueError(
+                f"{type(model).__name__}.prepare_inputs_for_generation={prepare!r} was replaced, as PEFT's prompt "
+                "tuning does it, and the engine prepares its inputs itself. Generate with cdb=False."
+            )
 
 
 def take_official_arguments(config: CDBConfig, adapter: LoopAdapter, model_kwargs: dict[str, Any]) -> CDBConfig:

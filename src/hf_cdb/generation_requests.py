@@ -3,11 +3,10 @@
 from typing import Any
 
 import torch
-from transformers.generation import StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from .adapters import LoopAdapter
 from .config import CDBConfig
+from .criteria import Stops
 from .exits import Replay
 from .generation_arguments import refuse_unread
 from .request import Request
@@ -26,25 +25,25 @@ def make_requests(
     generation_config: Any,
     config: CDBConfig,
     sampler: Sampler,
-    stopping_criteria: Any,
+    stops: Stops,
     model_kwargs: dict[str, Any],
 ) -> list[Request]:
     """One request per row: its prompt without padding, its limits, its seed."""
     rows = len(input_ids)
     copies = generation_config.num_return_sequences
     embeds = model_kwargs.get("inputs_embeds")
-    mask = model_kwargs.get("attention_mask")
     refuse_unread(model_kwargs)
-    max_new_tokens = generation_config.max_length - input_ids.shape[1]
-    _check_per_row(config, rows, copies, max_new_tokens)
+    mask = _checked_mask(model_kwargs.get("attention_mask"), input_ids if embeds is None else embeds)
+    _check_per_row(config, rows, copies, stops.max_new_tokens)
     requests = []
     for row in range(rows):
-        keep = slice(None) if mask is None else mask[row].bool()
+        keep = slice(None) if mask is None else mask[row]
         prompt = input_ids[row][keep] if embeds is None else None
         prompt_embeds = embeds[row][keep] if embeds is not None else None
         if len(prompt if embeds is None else prompt_embeds) == 0:
             raise ValueError(
-                f"row {row} has no token: its attention_mask is 0 everywhere. Give every prompt at least one token."
+                f"row {row} has no token: the prompt is empty, or attention_mask is 0 all over it. Give every prompt "
+                "at least one token."
             )
         seed = None if config.seeds is None else derive_seed(config.seeds[row // copies], row % copies)
         requests.append(
@@ -54,13 +53,27 @@ def make_requests(
                 seed=seed,
                 prompt_ids=prompt,
                 prompt_embeds=prompt_embeds,
-                max_new_tokens=max_new_tokens,
+                max_new_tokens=stops.max_new_tokens,
                 sampler=sampler,
-                stop=_stop(stopping_criteria, sampler, generation_config),
+                stop=stops.row_ends,
                 start_options=_start_options(model_kwargs, row),
             )
         )
     return requests
+
+
+def _checked_mask(mask: torch.Tensor | None, prompts: torch.Tensor) -> torch.Tensor | None:
+    """Which positions are tokens, bool `[rows, positions]`; None where all are."""
+    if not len(prompts):
+        raise ValueError(f"the prompts have shape {tuple(prompts.shape)}: there is no row. Give at least one.")
+    if mask is None:
+        return None
+    if mask.shape != prompts.shape[:2]:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}, but the prompts have {tuple(prompts.shape[:2])} positions. "
+            "Give 1 for every token and 0 for all padding."
+        )
+    return mask.bool()
 
 
 def _check_per_row(config: CDBConfig, rows: int, copies: int, max_new_tokens: int) -> None:
@@ -109,18 +122,3 @@ def _start_options(model_kwargs: dict[str, Any], row: int) -> dict[str, Any]:
     if seed is not None:
         options["init_seed"] = int(seed[row] if isinstance(seed, torch.Tensor) and seed.ndim else seed)
     return options
-
-
-def _stop(criteria: Any, sampler: Sampler, generation_config: Any):
-    """Whether a request ends after its last token; its length limit is its own business."""
-    end = generation_config._eos_token_tensor
-    end = set() if end is None else set(end.flatten().tolist())
-    # Stop strings look at the row's padded history, as a batch of one.
-    others = StoppingCriteriaList(c for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria)))
-
-    def stop(request: Request) -> bool:
-        if request.tokens[-1] in end:
-            return True
-        return bool(others) and bool(others(sampler.history(request)[None], None).item())
-
-    return stop

@@ -8,7 +8,7 @@ import torch
 
 from .adapters import LoopAdapter
 
-__all__ = ["PACK_BYTES", "SHORT_BYTES", "Places", "Segment", "Span"]
+__all__ = ["PACK_BYTES", "SHORT_BYTES", "Places", "Segment", "Span", "first_tokens", "last_tokens", "part_of"]
 
 # Measured on the CPU, of the keys and values of a row and layer: up to PACK_BYTES copying them costs less than a call
 # of their own; a request of up to SHORT_BYTES in all lies in memory as copying needs it.
@@ -30,6 +30,26 @@ class Span:
     start: int
     end: int
     loop: int = 1
+
+
+def part_of(tensor: torch.Tensor, span: Span) -> torch.Tensor:
+    """The rows of a request's tensor that a span covers."""
+    length = span.end - span.start
+    return tensor if length == len(tensor) else tensor[span.start : span.end]
+
+
+def first_tokens(spans: list[Span], indices: list[int]) -> list[int]:
+    """Where in the launch the spans `indices` begin."""
+    offsets = [0]
+    for span in spans:
+        offsets.append(offsets[-1] + span.end - span.start)
+    return [offsets[index] for index in indices]
+
+
+def last_tokens(spans: list[Span], indices: list[int]) -> list[int]:
+    """Where in the launch the spans `indices` end."""
+    lengths = [spans[index].end - spans[index].start for index in indices]
+    return [first + length - 1 for first, length in zip(first_tokens(spans, indices), lengths, strict=True)]
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A request and its life: waiting, running, finished or cancelled."""
+"""A request and its life: waiting, running, finished, cancelled or failed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +23,8 @@ class Request:
         stop: called with the request after every token; True ends it.
         start_options: arguments of the adapter's `start`.
         tokens, exit_depths: what came out so far.
-        status: "waiting", "running", "finished" or "cancelled".
+        status: "waiting", "running", "finished", "cancelled" or "failed".
+        error: why it failed.
     """
 
     key: int
@@ -40,6 +41,7 @@ class Request:
     scores: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     status: str = "waiting"
+    error: BaseException | None = None
 
     # What the engine carries from launch to launch: the positions under way, the prelude's output and the state.
     start: int = 0
@@ -59,6 +61,11 @@ class Request:
     @property
     def in_prompt(self) -> bool:
         return not self.tokens
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more tokens come."""
+        return self.status not in ("waiting", "running")
 
     def release(self) -> None:
         """Drop the tensors that only a running request needs."""

@@ -1,4 +1,4 @@
-"""Tokens from logits of ragged rows: processors, noise, stopping.
+"""Tokens from logits of ragged rows: processors and noise.
 
 Rows of a launch are at different lengths. Processors that look at a row's scores alone run once on the whole block;
 those that look at its history run row by row, each row with processors of its own and its own padded history, so that
@@ -10,67 +10,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from transformers.generation import logits_process as stock
-from transformers.generation import stopping_criteria as stock_criteria
 
+from .processors import SCORES_ONLY
 from .request import Request
 
-__all__ = ["Noise", "Sampler", "check_criteria", "check_processors"]
-
-# These read scores only.
-_BLOCK = (
-    stock.TemperatureLogitsWarper,
-    stock.TopKLogitsWarper,
-    stock.TopPLogitsWarper,
-    stock.TopHLogitsWarper,
-    stock.MinPLogitsWarper,
-    stock.TypicalLogitsWarper,
-    stock.EpsilonLogitsWarper,
-    stock.EtaLogitsWarper,
-    stock.InfNanRemoveLogitsProcessor,
-    stock.LogitNormalization,
-    stock.SuppressTokensLogitsProcessor,
-)
-# These read a row's history, and nothing of other rows once each row has its own.
-_ROW = (
-    stock.MinLengthLogitsProcessor,
-    stock.MinNewTokensLengthLogitsProcessor,
-    stock.RepetitionPenaltyLogitsProcessor,
-    stock.EncoderRepetitionPenaltyLogitsProcessor,
-    stock.NoRepeatNGramLogitsProcessor,
-    stock.EncoderNoRepeatNGramLogitsProcessor,
-    stock.SequenceBiasLogitsProcessor,
-    stock.NoBadWordsLogitsProcessor,
-    stock.ForcedBOSTokenLogitsProcessor,
-    stock.ForcedEOSTokenLogitsProcessor,
-    stock.ExponentialDecayLengthPenalty,
-    stock.SuppressTokensAtBeginLogitsProcessor,
-)
-
-
-def check_processors(processors: Sequence) -> None:
-    """Raise a ValueError that names the first processor that cdb does not support."""
-    for processor in processors:
-        if type(processor) not in (*_BLOCK, *_ROW):
-            raise ValueError(
-                f"logits processor {type(processor).__name__} is not supported with cdb yet: rows of one launch are at "
-                "different tokens, and it has not been shown to see each row alone. Generate with cdb=False, or leave "
-                "the option out that asks for it."
-            )
-
-
-def check_criteria(criteria: Sequence) -> None:
-    """Raise a ValueError that names the first stopping criterion that cdb does not support."""
-    for criterion in criteria:
-        if type(criterion) not in (
-            stock_criteria.MaxLengthCriteria,
-            stock_criteria.EosTokenCriteria,
-            stock_criteria.StopStringCriteria,
-        ):
-            raise ValueError(
-                f"stopping criterion {type(criterion).__name__} is not supported with cdb yet: rows reach a token at "
-                "different times, and it may look at all of them. Generate with cdb=False, or leave it out."
-            )
+__all__ = ["Noise", "Sampler", "derive_seed"]
 
 
 class Noise:
@@ -153,24 +97,32 @@ class Sampler:
         self.keep_scores, self.keep_logits = keep_scores, keep_logits
 
     def choose(self, rows: Sequence[Request], logits: torch.Tensor) -> list[int]:
-        """The next token of every row.
+        """The next token of every row. A row whose processors raised has an `error` instead: its token means nothing.
 
         Args:
             logits: `[rows, vocab]`.
         """
         logits = logits.float()  # as stock generate
         scores = self._process(rows, logits)
-        if self.keep_logits:
-            for row, line in zip(rows, logits, strict=True):
-                row.logits.append(line.clone())
-        if self.keep_scores:
-            for row, line in zip(rows, scores, strict=True):
-                row.scores.append(line.clone())
-        if not self.do_sample:
-            return scores.argmax(-1).tolist()
+        tokens = self._draw(rows, scores) if self.do_sample else scores.argmax(-1)
+        for row, logits_line, scores_line in zip(rows, logits, scores, strict=True):
+            if self.keep_logits and row.error is None:
+                row.logits.append(logits_line.clone())
+            if self.keep_scores and row.error is None:
+                row.scores.append(scores_line.clone())
+        return tokens.tolist()
+
+    def _draw(self, rows: Sequence[Request], scores: torch.Tensor) -> torch.Tensor:
         probabilities = nn.functional.softmax(scores, dim=-1)
+        for row, possible in zip(rows, probabilities.isfinite().all(-1).tolist(), strict=True):
+            if not possible and row.error is None:
+                row.error = ValueError(
+                    f"token {len(row.tokens)} of row {row.row} cannot be drawn: the scores after the processors hold "
+                    "NaN or +inf, or are -inf everywhere. Loosen what forbids tokens, or pass "
+                    "remove_invalid_values=True if the model's own logits are not finite."
+                )
         noise = torch.stack([self.noise.line(row.row, row.seed, len(row.tokens)) for row in rows])
-        return (probabilities / noise).argmax(-1).tolist()
+        return (probabilities / noise).argmax(-1)
 
     def _process(self, rows: Sequence[Request], scores: torch.Tensor) -> torch.Tensor:
         kinds = self.processors[rows[0].row]
@@ -179,17 +131,42 @@ class Sampler:
         scores = scores.clone()
         histories: list[torch.Tensor] | None = None
         for index, processor in enumerate(kinds):
-            if type(processor) in _BLOCK:
-                scores = processor(None, scores)
+            block = self._run_together(processor, scores) if type(processor) in SCORES_ONLY else None
+            if block is not None:
+                scores = block
                 continue
             histories = histories or [self.history(row)[None] for row in rows]
             scores = torch.cat(
                 [
-                    self.processors[row.row][index](history, scores[line : line + 1])
+                    self._run_alone(index, row, history, scores[line : line + 1])
                     for line, (row, history) in enumerate(zip(rows, histories, strict=True))
                 ]
             )
         return scores
+
+    def _run_together(self, processor: Callable, scores: torch.Tensor) -> torch.Tensor | None:
+        """One call for all rows; None where it raises, to find out by single calls whose scores are to blame."""
+        try:
+            return processor(None, scores)
+        except Exception:
+            return None
+
+    def _run_alone(self, index: int, row: Request, history: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Processor `index` of one row; what it raises becomes the row's error, and the others go on."""
+        if row.error is not None:
+            return scores
+        try:
+            processed = self.processors[row.row][index](history, scores)
+            if not isinstance(processed, torch.Tensor) or processed.shape != scores.shape:
+                shape = getattr(processed, "shape", type(processed).__name__)
+                raise ValueError(
+                    f"{self.processors[row.row][index]!r} returned {shape} for scores {tuple(scores.shape)}. A logits "
+                    "processor returns scores of the shape that it is given."
+                )
+            return processed
+        except Exception as error:
+            row.error = error
+            return scores
 
     def history(self, row: Request) -> torch.Tensor:
         """The row's padded prompt and its tokens so far, int64 `[positions]`."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from .scheduler import Launch
 
-__all__ = ["CDBStats", "flop_bound"]
+__all__ = ["CDBStats", "RowStats", "flop_bound"]
 
 
 def flop_bound(once: int, per_loop: int, full_depth: int, mean_depth: float, asked: float = 0.0) -> float:
@@ -22,6 +22,28 @@ def flop_bound(once: int, per_loop: int, full_depth: int, mean_depth: float, ask
         asked: parameters that the exit rule ran per token.
     """
     return (once + full_depth * per_loop) / (once + mean_depth * per_loop + asked)
+
+
+@dataclass(frozen=True)
+class RowStats:
+    """What became of one row.
+
+    Attributes:
+        tokens: generated tokens.
+        loops: loops run for them, the prompt's pass counted as those of the first.
+        status: "finished"; "failed"; or "cancelled", where all rows were ended together, as `max_time` does it.
+        error: why it failed.
+    """
+
+    tokens: int
+    loops: int
+    status: str
+    error: BaseException | None = None
+
+    @property
+    def mean_depth(self) -> float:
+        """Loops per generated token; 0 where there is none."""
+        return self.loops / max(1, self.tokens)
 
 
 @dataclass

@@ -113,6 +113,19 @@ class LoopAdapter(ABC):
     def coda(self, state: torch.Tensor, layer_inputs: dict[str, Any], keep: torch.Tensor | None = None) -> torch.Tensor:
         """Logits `[kept, vocab]` of the tokens `keep` (int64), or of all; layers after the loop see all tokens."""
 
+    def plain_arguments(self, depth: int) -> dict[str, Any]:
+        """Arguments of stock `generate` with which every token runs `depth` loops.
+
+        Raises:
+            ValueError: the model has none for this depth.
+        """
+        if depth != self.full_depth:
+            raise ValueError(
+                f"max_depth={depth}: stock generation of {type(self.model).__name__} runs {self.full_depth} loops and "
+                "no other number. Leave max_depth out."
+            )
+        return {}
+
     def gate_logits(self, state: torch.Tensor) -> torch.Tensor:
         """Logit of leaving, `[...]` of a state `[..., width]`, at least float32."""
         raise TypeError(f"{type(self.model).__name__} has no exit gate.")
@@ -150,11 +163,13 @@ def register_adapter(model_type: str) -> Callable[[type[LoopAdapter]], type[Loop
 
 
 def adapter_for(model: nn.Module) -> LoopAdapter:
-    """An adapter of `model`.
+    """An adapter of `model`; of the one inside, where PEFT has wrapped it.
 
     Raises:
         ValueError: no adapter is registered for the model's type.
     """
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type not in _ADAPTERS:
         raise ValueError(

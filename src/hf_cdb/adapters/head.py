@@ -23,4 +23,6 @@ def apply_head(head: nn.Module, states: torch.Tensor) -> torch.Tensor:
 def _is_plain(head: nn.Module) -> bool:
     """Whether nobody (adapters, quantisation, offloading) changes what calling the layer means."""
     replaced = "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks
-    return type(head) is nn.Linear and head.bias is None and not replaced and head.weight.dtype == torch.float32
+    # Quantised and sharded weights are tensors of other types, which know how to be a layer's and may know no more.
+    plain = type(head) is nn.Linear and type(head.weight) in (nn.Parameter, torch.Tensor)
+    return plain and head.bias is None and not replaced and head.weight.dtype == torch.float32

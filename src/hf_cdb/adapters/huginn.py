@@ -50,6 +50,9 @@ class HuginnAdapter(LoopAdapter):
     def coda(self, state, layer_inputs, keep=None):
         return self.model.coda(state, keep=keep, **layer_inputs)[0]
 
+    def plain_arguments(self, depth):
+        return {"num_steps": depth}
+
     def parameter_counts(self):
         parts = self.model.transformer
         once = count_parameters(parts["prelude"], parts["coda"], parts["ln_f"], self.model.lm_head)

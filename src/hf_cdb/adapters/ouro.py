@@ -38,6 +38,9 @@ class OuroAdapter(LoopAdapter):
         state = state[0] if keep is None else state[0, keep]
         return apply_head(self.model.lm_head, state)
 
+    def plain_arguments(self, depth):
+        return {"exit_at_step": depth - 1}
+
     def gate_logits(self, state):
         return self.model.model.early_exit_gate(state).squeeze(-1)
 

@@ -27,7 +27,8 @@ class LatentDiff(ExitRule):
 
     def leave(self, places, depths, previous, state, logits):
         previous, state = at_least_float32(previous), at_least_float32(state)
-        return (state - previous).norm(dim=-1) / state.norm(dim=-1) < self.threshold
+        self.score = (state - previous).norm(dim=-1) / state.norm(dim=-1)
+        return self.score < self.threshold
 
 
 class Cosine(ExitRule):
@@ -45,7 +46,8 @@ class Cosine(ExitRule):
     def leave(self, places, depths, previous, state, logits):
         previous, state = at_least_float32(previous), at_least_float32(state)
         cosine = (previous * state).sum(-1) / (previous.norm(dim=-1) * state.norm(dim=-1))
-        return 1 - cosine < self.threshold
+        self.score = 1 - cosine
+        return self.score < self.threshold
 
 
 class EntropyDiff(ExitRule):
@@ -65,9 +67,9 @@ class EntropyDiff(ExitRule):
         probabilities = logits().softmax(-1)
         entropy = -(probabilities * (probabilities + 1e-10).log()).sum(-1)
         before = self.memory("entropy", entropy, 100.0)
-        difference = (entropy - before[places]).abs()
+        self.score = (entropy - before[places]).abs()
         before[places] = entropy
-        return difference < self.threshold
+        return self.score < self.threshold
 
 
 class KLDivergence(ExitRule):
@@ -92,8 +94,8 @@ class KLDivergence(ExitRule):
         before = memory[places]
         memory[places] = now
         # where a probability is zero the limit of p log p is
-        difference = torch.where(before > 0, before * (before.log() - now.log()), 0.0).sum(-1)
-        return difference < self.threshold
+        self.score = torch.where(before > 0, before * (before.log() - now.log()), 0.0).sum(-1)
+        return self.score < self.threshold
 
 
 class MinPKLDivergence(KLDivergence):
@@ -149,4 +151,5 @@ class Confidence(ExitRule):
         check_probability(self)
 
     def leave(self, places, depths, previous, state, logits):
-        return logits().softmax(-1).amax(-1) >= self.threshold
+        self.score = logits().softmax(-1).amax(-1)
+        return self.score >= self.threshold

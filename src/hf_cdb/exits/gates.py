@@ -56,6 +56,7 @@ class Gate(ExitRule):
         alive = survival[places]
         total = reached[places] + gate.sigmoid() * alive
         reached[places], survival[places] = total, (-gate).sigmoid() * alive
+        self.score = total
         return total >= self.threshold
 
 

@@ -18,12 +18,15 @@ class ExitRule(ABC):
         needs_logits: whether `leave` reads logits; they cost a run of the coda in every loop.
         default_threshold: used where none is given.
         lookahead: 1 where a True takes effect one loop later; set by `configure`.
+        score: what the last call of `leave` held against the threshold, `[rows]`; None where the rule has no such
+            number. `hf_cdb.diagnose` reads it.
     """
 
     name: str = "user"
     needs_logits: bool = False
     default_threshold: float | None = None
     lookahead: int = 0
+    score: torch.Tensor | None = None
 
     def __init__(self, threshold: float | None = None):
         self.threshold = self.default_threshold if threshold is None else threshold

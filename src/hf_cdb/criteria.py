@@ -1,0 +1,136 @@
+"""When the rows of a call end: the merged stopping criteria of `generate`, for rows that reach a token at any time."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers.generation import stopping_criteria as stock
+
+from .engine import Engine
+from .request import Request
+from .trial import copy_for_row, trial
+
+__all__ = ["Stops"]
+
+
+class Stops:
+    """The stopping criteria of one call, sorted by what they look at.
+
+    * A length limit and end tokens are read off the criteria.
+    * Stop strings, and criteria of the user's that treat every row by itself, are asked about each row alone, on its
+      own padded history. A criterion object is copied for every row; a function is not.
+    * Other criteria of the user's are *replayed*: called on all rows, ended ones padded, in the order of the tokens as
+      stock `generate` would, as soon as no row that runs has fewer tokens. Rows that are ahead by then lose what comes
+      after the token that ends them (`CDBStats` counts what ran). Whether a criterion treats rows by itself is tried
+      first, see `trial`; it has to return a tensor with an entry for every row.
+    * A time limit is looked at after every launch that yields tokens, so at least one row has one; it ends all rows,
+      those that have not started included.
+
+    Args:
+        criteria: what stock `generate` makes of its arguments and the user's own.
+        histories: the padded prompts, int64 `[rows, positions]`.
+        vocab: columns of the scores.
+        keep_scores: criteria are given the scores of all steps so far, a tuple of `[rows, vocab]`; else None.
+        pad: fills rows that have ended.
+
+    Attributes:
+        max_new_tokens: tokens per row at most, at least 1.
+    """
+
+    def __init__(
+        self, criteria: Sequence[Callable], histories: torch.Tensor, vocab: int, keep_scores: bool, pad: int = 0
+    ):
+        self.histories, self.vocab, self.keep_scores, self.pad = histories, vocab, keep_scores, pad
+        limits = [c for c in criteria if type(c) is stock.MaxLengthCriteria]
+        # As stock, which looks at the length after a token.
+        self.max_new_tokens = max(1, min(c.max_length for c in limits) - histories.shape[1])
+        self._ends = {
+            int(token) for c in criteria if type(c) is stock.EosTokenCriteria for token in c.eos_token_id.flatten()
+        }
+        self._deadlines = [c for c in criteria if type(c) is stock.MaxTimeCriteria]
+        self._own: list[list[Callable]] = [[] for _ in histories]
+        self._replayed: list[Callable] = []
+        self._step = 0  # tokens that the replayed criteria have seen
+        for criterion in criteria:
+            self._sort(criterion)
+
+    @property
+    def replays(self) -> bool:
+        """Whether tokens may be taken back."""
+        return bool(self._replayed)
+
+    def _sort(self, criterion: Callable) -> None:
+        if type(criterion) in (stock.EosTokenCriteria, stock.MaxTimeCriteria):
+            return
+        if type(criterion) is stock.MaxLengthCriteria:
+            most = criterion.max_position_embeddings
+            if most is None or criterion.max_length <= most:
+                return  # else it has to see the rows: it warns of those that grow beyond what the model was trained for
+        if type(criterion) in (stock.MaxLengthCriteria, stock.StopStringCriteria) or len(self._own) == 1:
+            for own in self._own:
+                own.append(criterion)
+        elif self._treats_rows_alone(criterion):
+            for own in self._own:
+                own.append(copy_for_row(criterion))
+        else:
+            self._replayed.append(criterion)
+
+    def _treats_rows_alone(self, criterion: Callable) -> bool:
+        try:
+            copy_for_row(criterion)
+        except Exception:  # what cannot be copied has one state for all rows, and is replayed
+            return False
+        return trial(criterion, self.histories, self.vocab, True if self.keep_scores else None) is None
+
+    def row_ends(self, request: Request) -> bool:
+        """Whether a row ends with its last token, as far as that is its own business."""
+        ends = request.tokens[-1] in self._ends
+        own = self._own[request.row]
+        if own:
+            prompt = self.histories[request.row]
+            history = torch.cat((prompt, prompt.new_tensor(request.tokens)))[None]
+            scores = tuple(line[None] for line in request.scores) if self.keep_scores else None
+            said = [bool(criterion(history, scores)) for criterion in own]  # all, as stock does: they may keep count
+            ends = ends or any(said)
+        return ends
+
+    def after_tokens(self, engine: Engine, requests: Sequence[Request]) -> None:
+        """End rows by what all rows decide together. To be called after every launch that yields tokens."""
+        if any(bool(criterion(self.histories[:1], None)) for criterion in self._deadlines):
+            for request in requests:
+                if not request.ended:
+                    engine.cancel(request.key)
+        while self._replayed and self._step < _front(requests):
+            self._step += 1
+            for request, done in zip(requests, self._replay(requests), strict=True):
+                if done and len(request.tokens) >= self._step:
+                    _cut(request, self._step)
+                    if not request.ended:
+                        engine.cancel(request.key)
+                        request.status = "finished"  # the criterion has ended it, as any other would
+
+    def _replay(self, requests: Sequence[Request]) -> list[bool]:
+        """What the replayed criteria say of every row after `_step` tokens."""
+        tokens = [(request.tokens + [self.pad] * self._step)[: self._step] for request in requests]
+        ids = torch.cat((self.histories, self.histories.new_tensor(tokens)), dim=1)
+        scores = tuple(self._scores(requests, step) for step in range(self._step)) if self.keep_scores else None
+        done = torch.zeros(len(requests), dtype=torch.bool, device=ids.device)
+        for criterion in self._replayed:
+            done = done | criterion(ids, scores)
+        return done.tolist()
+
+    def _scores(self, requests: Sequence[Request], step: int) -> torch.Tensor:
+        ended = next(r.scores[step] for r in requests if len(r.scores) > step).new_full((self.vocab,), -torch.inf)
+        ended[self.pad] = 0.0
+        return torch.stack([r.scores[step] if len(r.scores) > step else ended for r in requests])
+
+
+def _front(requests: Sequence[Request]) -> int:
+    """Tokens that every row has which may still get one; where none may, those of the longest."""
+    running = [len(request.tokens) for request in requests if not request.ended]
+    return min(running) if running else max(len(request.tokens) for request in requests)
+
+
+def _cut(request: Request, length: int) -> None:
+    """Take back the tokens after `length`."""
+    for of_tokens in (request.tokens, request.exit_depths, request.scores, request.logits):
+        del of_tokens[length:]

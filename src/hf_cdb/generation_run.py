@@ -1,0 +1,127 @@
+"""One call of `generate` on its way through an engine: steps it, tells who listens, gathers the output."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers.generation.streamers import BaseStreamer
+
+from .criteria import Stops
+from .engine import Engine
+from .generation_output import GenerateCDBOutput, RowsFailedError, gather
+from .request import Request
+from .streaming import StreamPiece, TextPieces
+
+__all__ = ["GenerationRun"]
+
+
+class GenerationRun:
+    """The rows of one call, queued in an engine of their own.
+
+    A row fails alone: what its processors, its stopping criteria or `on_token` raise ends that row, and after the
+    others are through, `RowsFailedError` says so. What the model or the streamer raises ends the call as it is, and so
+    does `KeyboardInterrupt`.
+
+    Args:
+        engine: with nothing in it.
+        requests: one per row; `key` and `row` are its number.
+        input_ids, generation_config: for the output.
+        stops: ends rows by what all rows decide together.
+        on_token: called with (row, token id, exit depth) after every token.
+        streamer: for a call of one row: is given every token, and told when there are no more, also where the call
+            fails, so that who reads from it is not left waiting.
+        progress: show a bar of finished rows.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: list[Request],
+        input_ids: torch.Tensor,
+        generation_config: Any,
+        stops: Stops,
+        on_token: Callable[[int, int, int], Any] | None = None,
+        streamer: BaseStreamer | None = None,
+        progress: bool = False,
+    ):
+        self.engine, self.requests = engine, requests
+        self.input_ids, self.generation_config, self.stops = input_ids, generation_config, stops
+        self.on_token, self.streamer, self.progress = on_token, streamer, progress
+        for request in requests:
+            try:
+                engine.add_request(request)
+            except ValueError as error:
+                request.status, request.error = "failed", error
+
+    def finish(self) -> GenerateCDBOutput | torch.Tensor:
+        """Run every row to its end.
+
+        Returns:
+            What `generate` returns.
+
+        Raises:
+            RowsFailedError: rows failed.
+        """
+        for _ in self._new_tokens():
+            pass
+        return self._output()
+
+    def stream(self, tokenizer: Any, skip_special_tokens: bool) -> Iterator[StreamPiece]:
+        """Every token of every row as soon as it is there. Closing the iterator ends the call.
+
+        Args:
+            tokenizer: pieces are text; None: they are token ids.
+
+        Returns:
+            By StopIteration: what `generate` returns.
+
+        Raises:
+            RowsFailedError: rows failed; raised after the last piece.
+        """
+        texts = [None if tokenizer is None else TextPieces(tokenizer, skip_special_tokens) for _ in self.requests]
+        for request in self._new_tokens():
+            text, token = texts[request.row], request.tokens[-1]
+            piece = token if text is None else text.push(token, last=request.status != "running")
+            yield StreamPiece(request.row, piece, request.exit_depths[-1])
+        return self._output()
+
+    def _new_tokens(self) -> Iterator[Request]:
+        """Step the engine; a request for every token that it got, which is its last one."""
+        told = [0] * len(self.requests)
+        try:
+            with tqdm(total=len(self.requests), unit="row", disable=not self.progress) as bar:
+                while (launch := self.engine.step()) is not None:
+                    if launch.stage != "coda":
+                        continue
+                    self.stops.after_tokens(self.engine, self.requests)
+                    for key in launch.keys:
+                        request = self.requests[key]
+                        if len(request.tokens) > told[key]:  # not so for a piece of a prompt, and a row that failed
+                            told[key] = len(request.tokens)
+                            self._tell(request)
+                            yield request
+                    bar.set_postfix(tokens=self.engine.stats.tokens, refresh=False)
+                    bar.update(len(self.requests) - len(self.engine.scheduler) - bar.n)
+        finally:
+            # Who listens may have raised or gone away; then rows are left in the engine.
+            self.engine.close()
+            if self.streamer is not None:
+                self.streamer.end()
+
+    def _tell(self, request: Request) -> None:
+        token = request.tokens[-1]
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor([token]))
+        if self.on_token is not None:
+            try:
+                self.on_token(request.row, token, request.exit_depths[-1])
+            except Exception as error:  # whatever it is, it is this row's
+                self.engine.fail(request, error)
+
+    def _output(self) -> GenerateCDBOutput | torch.Tensor:
+        output = gather(self.input_ids, self.requests, self.generation_config, self.engine.stats)
+        errors = {request.row: request.error for request in self.requests if request.error is not None}
+        if errors:
+            raise RowsFailedError(errors, output)
+        return output

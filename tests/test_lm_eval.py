@@ -1,0 +1,147 @@
+"""The evaluation harness with the whole queue in one engine."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from .test_generation import EARLY, letter_tokenizer, refused
+from .tiny import RANDOM, random_ouro
+
+lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'hf-cdb[eval]'")
+
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+
+from hf_cdb.lm_eval_model import CDBHarnessModel  # noqa: E402
+
+OFF = {"exit_rule": "never"}
+PROMPTS = ["ABC", "HELLO", "Z", "QRSTUVW", "ab", "LOOP"]
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """50 letters, of which the last two end and pad."""
+    tokenizer = letter_tokenizer()
+    tokenizer.eos_token, tokenizer.pad_token = "r", "q"
+    return tokenizer
+
+
+@pytest.fixture(params=RANDOM)
+def model(request):
+    return RANDOM[request.param](eos_token_id=49, pad_token_id=48).double()
+
+
+def harness(cls, model, **kwargs):
+    return cls(pretrained=model, tokenizer=letters(), device="cpu", **kwargs)
+
+
+def requests(prompts, **kwargs):
+    arguments = {"until": ["EF", "K"], "max_gen_toks": 12, "do_sample": False, **kwargs}
+    return [
+        Instance("generate_until", {}, (prompt, dict(arguments)), index, ("task", index, 1))
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def test_the_queue_goes_to_one_engine_and_gives_what_hf_gives(model, engines):
+    expected = harness(HFLM, model, batch_size=1).generate_until(requests(PROMPTS), disable_tqdm=True)
+    ours = harness(CDBHarnessModel, model, cdb=OFF, max_num_seqs=2)
+    assert ours.generate_until(requests(PROMPTS), disable_tqdm=True) == expected
+    assert len(engines) == 1
+    assert engines[0].stats.max_num_seqs == 2
+    assert len(set(expected)) > 3
+    # Rows stop at their own stop sequence: nothing runs on for the slowest.
+    assert ours.cdb_stats[0].tokens < 6 * 12
+
+
+def test_a_request_is_alone(model):
+    ours = harness(CDBHarnessModel, model, cdb=EARLY)
+    together = ours.generate_until(requests(PROMPTS), disable_tqdm=True)
+    alone = [ours.generate_until(requests([prompt]), disable_tqdm=True)[0] for prompt in PROMPTS]
+    assert together == alone
+    info = ours.get_model_info()["cdb"]
+    assert info["exit_rule"] == "confidence"
+    assert info["exit_threshold"] == 0.1
+    assert info["tokens"] == sum(stats.tokens for stats in ours.cdb_stats)
+    assert 1 <= info["mean_depth"] < info["max_depth"]
+
+
+def test_kinds_of_requests_are_kept_apart(model):
+    ours = harness(CDBHarnessModel, model, exit_rule="confidence", exit_threshold=0.1)
+    mixed = requests(PROMPTS[:3]) + requests(PROMPTS[3:], until=["A"], max_gen_toks=5)
+    answers = ours.generate_until(mixed, disable_tqdm=True)
+    assert len(ours.cdb_stats) == 2
+    assert answers == [ours.generate_until([request], disable_tqdm=True)[0] for request in mixed]
+    assert ours.batch_size == 1
+
+
+def test_settings_from_the_task(model):
+    """`gen_kwargs` of a task overrule the settings of the model."""
+    ours = harness(CDBHarnessModel, model, cdb=EARLY)
+    off = ours.generate_until(requests(PROMPTS, cdb=OFF), disable_tqdm=True)
+    assert off == harness(CDBHarnessModel, model, cdb=OFF).generate_until(requests(PROMPTS), disable_tqdm=True)
+    stock = ours.generate_until(requests(PROMPTS, cdb=False), disable_tqdm=True)
+    assert stock == off
+
+
+def test_depth_acts_or_is_refused():
+    """D-02: scoring runs at full depth, so a rule that would leave early is refused there."""
+    model = random_ouro(eos_token_id=49, pad_token_id=48).double()
+    scored = [Instance("loglikelihood", {}, ("ABC", "DE"), 0, ("task", 0, 1))]
+    refused(
+        ["'confidence'", "loglikelihood", "exit_rule=never"],
+        lambda: harness(CDBHarnessModel, model, cdb=EARLY).loglikelihood(scored, True),
+    )
+    ours = harness(CDBHarnessModel, model, cdb=OFF).loglikelihood(scored, True)
+    assert ours == harness(HFLM, model).loglikelihood(scored, True)
+    refused(["'exit_treshold'"], lambda: harness(CDBHarnessModel, model, cdb={"exit_treshold": 1}))
+    refused(["exit_threshold=3"], lambda: harness(CDBHarnessModel, model, exit_rule="confidence", exit_threshold=3))
+
+
+TASK = """
+task: letters
+dataset_path: json
+dataset_kwargs:
+  data_files: {data}
+output_type: generate_until
+test_split: train
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs:
+  until: ["EF"]
+  max_gen_toks: 6
+metric_list:
+  - metric: exact_match
+"""
+
+
+def test_the_command_line(tmp_path):
+    """A local task from model folder to result file, with plain `--model_args`."""
+    model = random_ouro(eos_token_id=49, pad_token_id=48)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer = letters()
+    tokenizer.save_pretrained(tmp_path / "model")
+    ids = torch.tensor([tokenizer("ABC")["input_ids"]])
+    settings = {"exit_rule": "confidence", "exit_threshold": 0.1}
+    output = model.generate(ids, max_new_tokens=6, do_sample=False, cdb=settings, return_dict_in_generate=True)
+    answer = tokenizer.decode(output.sequences[0, 3:], skip_special_tokens=True).split("EF")[0]
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"question": "ABC", "answer": text}) + "\n" for text in (answer, "wrong"))
+    )
+    (tmp_path / "letters.yaml").write_text(TASK.format(data=tmp_path / "data.jsonl"))
+    command = [sys.executable, "-m", "hf_cdb.lm_eval_model", "--model", "hf-cdb", "--device", "cpu"]
+    command += [
+        "--model_args",
+        f"pretrained={tmp_path / 'model'},dtype=float32,exit_rule=confidence,exit_threshold=0.1",
+    ]
+    command += ["--tasks", "letters", "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (file,) = (tmp_path / "out").rglob("results*.json")
+    results = json.loads(file.read_text())
+    assert results["results"]["letters"]["exact_match,none"] == 0.5
+    assert results["config"]["cdb"]["mean_depth"] == pytest.approx(output.stats.mean_depth)
+    assert results["config"]["cdb"]["exit_threshold"] == 0.1

@@ -1,0 +1,367 @@
+"""Logits processors of users, and sampling: every row by itself, with stock's view of its history."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+)
+from transformers.utils import logging
+
+from hf_cdb import CDBConfig, RowsFailedError
+from hf_cdb.adapters import adapter_for
+from hf_cdb.engine import Engine
+from hf_cdb.request import Request
+from hf_cdb.sampling import Noise, Sampler
+
+from .tiny import RANDOM, left_pad, prompts, random_ouro
+from .toy import ToyModel, predict, toy_prompt
+
+IDS, MASK = left_pad(prompts(3, 9, 6))
+EARLY = {"exit_rule": "confidence", "exit_threshold": 0.1}
+NEVER = {"exit_rule": "never"}
+
+
+@pytest.fixture(params=RANDOM)
+def model(request):
+    return RANDOM[request.param](eos_token_id=None, pad_token_id=0).double()
+
+
+@pytest.fixture
+def ouro():
+    return random_ouro(eos_token_id=None, pad_token_id=0).double()
+
+
+def generate(model, cdb, rows=slice(None), seed=5, **options):
+    torch.manual_seed(seed)
+    options = {"max_new_tokens": 7, "do_sample": False, **options}
+    return model.generate(IDS[rows], attention_mask=MASK[rows], cdb=cdb, **options)
+
+
+def agrees(model, make, **options):
+    """A processor gives stock's tokens with exits off, and with exits on those of each row alone."""
+    stock = generate(model, False, logits_processor=[make()], **options)
+    for width in (1, 64):
+        ours = generate(model, {**NEVER, "max_num_seqs": width}, logits_processor=[make()], **options)
+        assert torch.equal(ours, stock)
+    assert not torch.equal(stock, generate(model, False, **options)), "the processor changes nothing"
+    options["return_dict_in_generate"] = True
+    together = generate(model, {**EARLY, "max_num_seqs": 2}, logits_processor=[make()], **options)
+    for row in range(3):
+        alone = generate(model, EARLY, slice(row, row + 1), logits_processor=[make()], **options)
+        assert torch.equal(together.sequences[row], alone.sequences[0])
+        assert torch.equal(together.exit_depths[row], alone.exit_depths[0])
+
+
+def forbid_last_but_one(ids, scores):
+    """Reads the history: no token comes again after one other."""
+    return scores.scatter(1, ids[:, -2:-1], -torch.inf)
+
+
+class EveryThird(LogitsProcessor):
+    """Keeps a state: its calls are counted, and every third may take even tokens only."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, ids, scores):
+        self.calls += 1
+        if self.calls % 3 == 0:
+            scores = scores.clone()
+            scores[:, 1::2] = -torch.inf
+        return scores
+
+
+class Drifting(LogitsProcessor):
+    """Keeps a tensor with a line per row, made in the first call."""
+
+    def __init__(self):
+        self.sum = None
+
+    def __call__(self, ids, scores):
+        self.sum = scores if self.sum is None else self.sum + scores
+        return scores - 0.3 * self.sum
+
+
+class InPlace(LogitsProcessor):
+    def __call__(self, ids, scores):
+        scores[:, ids.shape[1] % 50] = -torch.inf
+        scores[:, :20] -= 2
+        return scores
+
+
+@pytest.mark.parametrize("make", [lambda: forbid_last_but_one, EveryThird, Drifting, InPlace])
+def test_a_user_s_processor_sees_each_row_as_if_alone(model, make):
+    """F-04: the whole history, padding included as in stock generate; and a state of the row's own."""
+    agrees(model, make)
+
+
+def test_a_processor_sees_exactly_what_stock_shows_it(ouro):
+    seen = {}
+
+    def record(ids, scores):
+        for line in ids.tolist():
+            shown.add(tuple(line))
+        return scores
+
+    for cdb in (False, NEVER):
+        seen[bool(cdb)] = shown = set()
+        generate(ouro, cdb, logits_processor=[record])
+    assert seen[False] <= seen[True]
+    # Beyond that it was tried on the prompts, with a token more at the most.
+    assert all(len(line) <= IDS.shape[1] + 1 for line in seen[True] - seen[False])
+
+
+def test_state_is_a_row_s_own_in_a_batch_and_the_user_s_for_one_row(ouro):
+    processor = EveryThird()
+    generate(ouro, EARLY, logits_processor=LogitsProcessorList([processor]))
+    assert processor.calls == 0
+    generate(ouro, EARLY, slice(1), logits_processor=LogitsProcessorList([processor]))
+    assert processor.calls == 7
+
+
+class HoldsParts(LogitsProcessor):
+    def __init__(self):
+        torch.manual_seed(1)
+        self.head = nn.Linear(50, 50, bias=False)
+        self.offset = torch.ones(1, 50)
+
+    def __call__(self, ids, scores):
+        return scores + self.head(scores) * self.offset
+
+
+def test_models_that_a_processor_holds_are_not_copied(model, monkeypatch):
+    monkeypatch.setattr(nn.Linear, "__deepcopy__", _refuse_copy, raising=False)
+    agrees(model, HoldsParts)
+
+
+def _refuse_copy(self, memo):
+    raise AssertionError("a model was copied")
+
+
+class PerRowBias(LogitsProcessor):
+    def __init__(self):
+        self.bias = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+
+    def __call__(self, ids, scores):
+        return scores + self.bias
+
+
+class Locked(LogitsProcessor):
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __call__(self, ids, scores):
+        return scores
+
+
+class OnlyTogether(LogitsProcessor):
+    def __call__(self, ids, scores):
+        if len(ids) != 3:
+            raise IndexError("three rows are needed")
+        return scores
+
+
+def counting():
+    """A function with a state, in a variable of the function around it."""
+    calls = 0
+
+    def count(ids, scores):
+        nonlocal calls
+        calls += 1
+        return scores if calls % 3 else -scores
+
+    return count
+
+
+@pytest.mark.parametrize(
+    ("processor", "words"),
+    [
+        (lambda ids, scores: scores - scores.mean(0), ["<lambda>", "something else"]),
+        (lambda ids, scores: scores + torch.rand(len(ids), 1), ["<lambda>", "something else"]),
+        (PerRowBias(), ["PerRowBias", "alone it returns (3, 50)"]),
+        (OnlyTogether(), ["OnlyTogether", "row 0 of them alone it raises IndexError('three rows are needed')"]),
+        (counting(), ["count", "a state that all rows would share"]),
+        (Locked(), ["Locked", "cannot be copied", "__deepcopy__"]),
+    ],
+    ids=["mean", "random", "bias", "together", "counter", "lock"],
+)
+def test_processors_that_mix_rows_are_refused(ouro, processor, words):
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="logits_processor") as caught:
+        ouro.generate(IDS, attention_mask=MASK, max_new_tokens=4, cdb=EARLY, logits_processor=[processor])
+    missing = [word for word in [*words, "cdb=False"] if word not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_trial_shifts_no_noise(model):
+    def draws_in_the_trial(ids, scores):  # where alone it is shown rows together
+        if len(ids) > 1:
+            torch.rand(7)
+        return scores
+
+    ours = generate(model, NEVER, do_sample=True, logits_processor=[draws_in_the_trial])
+    assert torch.equal(ours, generate(model, False, do_sample=True))
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_prefix_allowed_tokens(model, copies):
+    """The function is told the prompt that it is about, and the row's padded history."""
+
+    def allowed(prompt, ids):
+        assert prompt in range(3)
+        assert torch.equal(ids[:9], IDS[prompt])
+        return [token for token in range(50) if (token + len(ids) + int(ids[-1])) % 3 == prompt]
+
+    options = {"prefix_allowed_tokens_fn": allowed, "do_sample": True, "num_return_sequences": copies}
+    stock = generate(model, False, **options)
+    assert torch.equal(generate(model, NEVER, **options), stock)
+    early = generate(model, {**EARLY, "max_num_seqs": 2}, **options)
+    for row, line in enumerate(early.tolist()):
+        for end in range(9, 16):
+            assert line[end] in allowed(row // copies, torch.tensor(line[:end]))
+
+
+def test_a_prefix_that_allows_nothing_fails_its_row(ouro):
+    def allowed(prompt, ids):
+        return [] if prompt == 1 and len(ids) == 11 else [4, 5]
+
+    with pytest.raises(RowsFailedError, match=r"row 1.*empty list") as caught:
+        generate(ouro, EARLY, prefix_allowed_tokens_fn=allowed)
+    assert caught.value.output[[0, 2], 9:].unique().tolist() <= [4, 5]
+    assert caught.value.output[1, 11:].tolist() == [0] * 5
+
+
+def test_a_user_s_own_of_a_built_in_kind_takes_precedence(model):
+    """As in stock: with its lengths per row, and in place of the one that the arguments name."""
+
+    def make():
+        return RepetitionPenaltyLogitsProcessor(8.0, prompt_ignore_length=torch.tensor([7, 4, 5]))
+
+    options = {"logits_processor": [make()], "repetition_penalty": 1.1}
+    stock = generate(model, False, **options)
+    assert torch.equal(generate(model, NEVER, **options), stock)
+    assert not torch.equal(stock, generate(model, False, repetition_penalty=1.1))
+
+
+def test_a_processor_of_a_wrong_shape_fails_its_row(ouro):
+    def cut(ids, scores):
+        return scores[:, :-1] if ids.shape[1] == 11 and int(ids[0, 0]) == int(IDS[1, 0]) else scores
+
+    with pytest.raises(RowsFailedError, match=r"row 1.*returned.*49.*for scores \(1, 50\)") as caught:
+        generate(ouro, EARLY, logits_processor=[cut])
+    assert torch.equal(caught.value.output[[0, 2]], generate(ouro, EARLY)[[0, 2]])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_cannot_be_drawn_fails_its_row(ouro, value):
+    """Stock sampling raises here; greedy decoding takes the largest score in both."""
+
+    def spoil(ids, scores):
+        spoilt = ids[:, 0] == IDS[1, 0] if ids.shape[1] == 11 else torch.zeros(len(ids), dtype=torch.bool)
+        return scores.masked_fill(spoilt[:, None], value)
+
+    with pytest.raises(RuntimeError):
+        generate(ouro, False, do_sample=True, logits_processor=[spoil])
+    settings = {**EARLY, "seeds": [1, 2, 3]}
+    with pytest.raises(RowsFailedError, match=r"token 2 of row 1 cannot be drawn.*remove_invalid_values") as caught:
+        generate(ouro, settings, do_sample=True, logits_processor=[spoil])
+    whole = generate(ouro, settings, do_sample=True)
+    assert torch.equal(caught.value.output[[0, 2]], whole[[0, 2]])
+
+
+def test_a_built_in_that_raises_fails_its_row(ouro):
+    """Top-H raises for scores that are -inf everywhere, though it runs on the block of all rows."""
+
+    def spoil(ids, scores):
+        spoilt = ids[:, 0] == IDS[1, 0] if ids.shape[1] == 11 else torch.zeros(len(ids), dtype=torch.bool)
+        return scores.masked_fill(spoilt[:, None], -torch.inf)
+
+    options = {"do_sample": True, "top_h": 0.5}
+    with pytest.raises(ValueError, match="invalid values"):
+        generate(ouro, False, logits_processor=[spoil], **options)
+    settings = {**EARLY, "seeds": [1, 2, 3]}
+    recorded = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    with pytest.raises(RowsFailedError, match="row 1") as caught:
+        generate(ouro, settings, logits_processor=[spoil], **options, **recorded)
+    output, whole = caught.value.output, generate(ouro, settings, **options)
+    assert torch.equal(output.sequences[[0, 2]], whole[[0, 2]])
+    assert output.sequences[1, :11].tolist() == whole[1, :11].tolist()
+    for scores in output.scores[2:]:
+        assert scores[1, 0] == 0
+        assert (scores[1, 1:] == -torch.inf).all()
+
+
+def test_guidance_leaves_the_model_as_it_was(ouro, monkeypatch):
+    said = []
+    monkeypatch.setattr(logging.get_logger("hf_cdb.generation_arguments"), "warning_once", said.append)
+    before = ouro.config._attn_implementation
+    generate(ouro, EARLY, guidance_scale=2.0)
+    assert ouro.config._attn_implementation == before
+    assert len(said) == 1
+    assert "guidance_scale=2.0" in said[0]
+    for name in ("negative_prompt_ids", "negative_prompt_attention_mask"):
+        with pytest.raises(ValueError, match=rf"{name}.*guidance_scale=None"):
+            generate(ouro, EARLY, **{name: IDS})
+
+
+@pytest.mark.parametrize("more", [{}, {"min_coda_batch": 3}, {"refill": False}, {"prefill_chunk_size": 2}])
+@pytest.mark.parametrize("ends", [None, list(range(1, 50, 7))])
+def test_sampling_is_stock_s_under_any_schedule(model, more, ends):
+    """Promise 1, and the generator is left where stock leaves it."""
+    options = {"do_sample": True, "top_k": 0, "temperature": 1.3, "num_return_sequences": 2, "eos_token_id": ends}
+    stock = generate(model, False, **options)
+    after = torch.rand(3)
+    assert torch.equal(generate(model, {**NEVER, **more}, **options), stock)
+    assert torch.equal(torch.rand(3), after)
+
+
+def test_pending_noise_is_bounded(model, monkeypatch):
+    """Rows that lag behind find their noise again: of the many lines that are due, few are kept."""
+    kept = []
+    keep = Noise._keep
+
+    def watch(self, index, matrix):
+        self._kept = 2
+        keep(self, index, matrix)
+        kept.append(len(self._matrices))
+
+    monkeypatch.setattr(Noise, "_keep", watch)
+    # Row 0 leaves after one loop, row 1 runs all of them: their tokens drift apart.
+    full = model.config.total_ut_steps if hasattr(model.config, "total_ut_steps") else 6
+    depths = [[full] + [1] * 11, [full] * 12, [full, *[1, full] * 6][:12]]
+    settings = {"exit_rule": "replay", "exit_depths": depths}
+    options = {"do_sample": True, "max_new_tokens": 12}
+    bounded = generate(model, settings, **options)
+    assert len(kept) > 12, "nothing was drawn again"
+    assert max(kept) == 2
+    monkeypatch.undo()
+    assert torch.equal(bounded, generate(model, settings, **options))
+
+
+def test_greedy_and_sampled_requests_share_an_engine():
+    """F-01: in one batch of flat logits every request is greedy or samples as it was asked to, as it does alone."""
+    model = ToyModel(peak=0.0)
+    adapter = adapter_for(model)
+    prompt = toy_prompt(1, 3, 4)
+
+    def run(kinds):
+        engine = Engine(adapter, CDBConfig().resolve(adapter))
+        requests = []
+        for key, kind in enumerate(kinds):
+            noise = Noise(None, adapter.vocab_size, torch.device("cpu")) if kind == "sampled" else None
+            sampler = Sampler([[]], [prompt], do_sample=kind == "sampled", noise=noise)
+            requests.append(Request(key, 20, sampler, prompt_ids=prompt, seed=9))
+            engine.add_request(requests[-1])
+        engine.run()
+        return [request.tokens for request in requests]
+
+    greedy, sampled = run(["greedy", "sampled"])
+    assert greedy == run(["greedy"])[0] == predict(model.config, prompt.tolist(), 20).tokens
+    assert sampled == run(["sampled"])[0]
+    assert len(set(sampled)) > 10
