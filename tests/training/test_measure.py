@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -149,6 +150,8 @@ def briefly_trained(family, drawn):
 @pytest.mark.parametrize("family", RANDOM)
 def test_teacher_forcing_equals_generation(family):
     drawn = [x for name in ("parity", "chain") for x in examples(name, "train", 20)]
+    # Answers of one sign, some of which a little training gets right.
+    drawn = [replace(x, answer=x.answer[-1]) for x in drawn]
     model = briefly_trained(family, drawn)
     forced = teacher_forced_exact_match(model, tokenizer(), drawn, length=60)
     full = max(forced)
