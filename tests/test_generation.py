@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM, pipeline
 
 from hf_cdb import CDBConfig, CDBGenerationMixin, GenerateCDBOutput, enable_cdb
+from hf_cdb.exits import Replay
 from hf_cdb.sampling import Noise
 
 from .dory import random_dory
@@ -444,3 +445,67 @@ def test_offloaded_layers(model):
     offloaded = cpu_offload(model, execution_device="cpu")
     assert all(parameter.is_meta for parameter in offloaded.parameters())
     assert torch.equal(generate(offloaded, EARLY), expected)
+
+
+def test_keywords_of_the_call_go_before_what_is_saved():
+    model = random_ouro(eos_token_id=None, pad_token_id=0)
+    wanted = generate(model, {"exit_threshold": 0.7})
+    fixed = generate(model, {}, exit_at_step=1)
+    model.generation_config.cdb_config = {"exit_threshold": 0.4}
+    assert torch.equal(generate(model, True, exit_threshold=0.7), wanted)
+    assert torch.equal(generate(model, True, exit_at_step=1), fixed)
+    assert not torch.equal(generate(model, True), wanted)
+    model.generation_config.cdb_config = {"exit_rule": "confidence", "exit_threshold": 0.1}
+    huginn = random_huginn(eos_token_id=None, pad_token_id=0)
+    expected = generate(huginn, {"exit_rule": "kl"})
+    huginn.generation_config.cdb_config = {"exit_rule": "confidence", "exit_threshold": 0.1}
+    assert torch.equal(generate(huginn, True, criterion="kl"), expected)
+
+
+@pytest.mark.parametrize(
+    ("cdb", "keywords", "words"),
+    [
+        ({"exit_threshold": 0.5}, {"exit_at_step": 1}, ["exit_at_step=1", "exit_threshold=0.5"]),
+        ({}, {"exit_at_step": -1}, ["exit_at_step=-1", "0 to 3"]),
+        ({}, {"exit_at_step": 4}, ["exit_at_step=4", "4 loops"]),
+        ({}, {"exit_at_step": 1, "early_exit_step": 2}, ["exit_at_step=1 and early_exit_step=2"]),
+    ],
+)
+def test_steps_that_contradict_or_do_not_exist(cdb, keywords, words):
+    model = random_ouro(eos_token_id=None, pad_token_id=0)
+    refused(words, lambda: generate(model, cdb, **keywords))
+
+
+def test_seeds_of_the_start_state_in_every_form_that_the_model_takes():
+    model = random_huginn(eos_token_id=None, pad_token_id=0)
+    options = {"init_scale": 1.0}
+    wanted = generate(model, {"exit_rule": "never"}, init_seed=torch.tensor([3, 1, 8]), **options)
+    assert torch.equal(generate(model, {"exit_rule": "never"}, init_seed=[3, 1, 8], **options), wanted)
+    for seed in (torch.tensor([3, 1]), 3.5, [True, False, True]):
+        refused(["init_seed="], lambda seed=seed: generate(model, {"exit_rule": "never"}, init_seed=seed, **options))
+
+
+def test_a_rule_that_replays_may_be_used_again():
+    model = random_ouro(eos_token_id=None, pad_token_id=0)
+    rule = Replay([[4, 1, 2, 3, 4, 1, 2, 3]] * 3)
+    options = {"do_sample": True, "num_return_sequences": 2, "return_dict_in_generate": True}
+    for _ in range(2):
+        assert generate(model, {"exit_rule": rule}, **options).exit_depths.tolist() == [rule.depths[0]] * 6
+    assert generate(model, {"exit_rule": rule}, return_dict_in_generate=True).exit_depths.tolist() == rule.depths
+
+
+def test_seeds_without_sampling_are_said_to_have_no_effect(monkeypatch):
+    said = []
+    monkeypatch.setattr("hf_cdb.generation_requests.logger.warning_once", said.append)
+    model = random_ouro(eos_token_id=None, pad_token_id=0)
+    generate(model, {"exit_rule": "never", "seeds": [1, 2, 3]})
+    assert said == ["seeds has no effect: nothing is drawn with do_sample=False."]
+
+
+def test_a_pad_token_beyond_the_vocabulary_has_no_score():
+    model = random_ouro(pad_token_id=0)
+    end = int(generate(model, {"exit_rule": "never"})[0, IDS.shape[1]])
+    options = {"pad_token_id": 60, "eos_token_id": end, "return_dict_in_generate": True, "output_scores": True}
+    output = generate(model, {"exit_rule": "never"}, **options)
+    assert output.sequences[0, -1] == 60
+    assert (output.scores[-1][0] == -torch.inf).all()

@@ -153,7 +153,8 @@ class CDBGenerationMixin(GenerationMixin):
             check_model(adapter)
             check_options(generation_config)
             config = CDBConfig.create(cdb, saved_settings(generation_config))
-            config = take_official_arguments(config, adapter, model_kwargs)
+            given = cdb if isinstance(cdb, dict) else config.changed() if isinstance(cdb, CDBConfig) else ()
+            config = take_official_arguments(config, adapter, model_kwargs, given)
             check_names(self, model_kwargs)
             generation_config._cdb = (adapter, config.resolve(adapter))
             generation_config._on_token, generation_config._lazy = on_token, lazy

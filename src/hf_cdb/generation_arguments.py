@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 from transformers import GenerationConfig
@@ -195,8 +196,16 @@ def check_model(adapter: LoopAdapter) -> None:
             )
 
 
-def take_official_arguments(config: CDBConfig, adapter: LoopAdapter, model_kwargs: dict[str, Any]) -> CDBConfig:
+def take_official_arguments(
+    config: CDBConfig, adapter: LoopAdapter, model_kwargs: dict[str, Any], given: Collection[str] = ()
+) -> CDBConfig:
     """Settings that the models' own keywords ask for beside cdb, taken out of `model_kwargs`.
+
+    Args:
+        config: the settings of the call.
+        adapter: the model's.
+        model_kwargs: arguments of the call that are the model's.
+        given: settings that the call itself names; a keyword of the call goes before all others.
 
     Raises:
         ValueError: a keyword contradicts a setting, or asks for something that stopping early cannot give.
@@ -211,30 +220,43 @@ def take_official_arguments(config: CDBConfig, adapter: LoopAdapter, model_kwarg
     if model_kwargs.get("cache_lookup_strategy") is not None:
         policy = _policy_of_lookup(model_kwargs.pop("cache_lookup_strategy"), adapter.core_layers)
         wanted["kv_policy"] = ("cache_lookup_strategy", policy)
-    for name in ("exit_at_step", "early_exit_step"):
-        if model_kwargs.get(name) is not None:
-            step = model_kwargs.pop(name)
-            if config.exit_rule not in ("auto", "never"):
+    steps = {name: model_kwargs.pop(name) for name in _STEPS if model_kwargs.get(name) is not None}
+    if len(steps) > 1:
+        raise ValueError(f"{' and '.join(f'{k}={v}' for k, v in steps.items())} both name the exit. Pass one of them.")
+    for name, step in steps.items():
+        for setting in ("exit_rule", "exit_threshold"):
+            if setting in given and getattr(config, setting) not in (None, "auto", "never"):
                 raise ValueError(
-                    f"{name}={step} and exit_rule={config.exit_rule!r} contradict each other: a fixed step leaves "
-                    "nothing to decide. Drop one."
+                    f"{name}={step} and {setting}={getattr(config, setting)!r} contradict each other: a fixed step "
+                    "leaves nothing to decide. Drop one."
                 )
-            wanted["max_depth"] = (name, step + 1)
-            config = dataclasses.replace(config, exit_rule="never", exit_threshold=None)
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < adapter.full_depth:
+            raise ValueError(
+                f"{name}={step!r} does not exist: steps count from 0 and this model has {adapter.full_depth} "
+                f"loops. Choose an integer from 0 to {adapter.full_depth - 1}."
+            )
+        wanted["max_depth"] = (name, step + 1)
+        config = dataclasses.replace(config, exit_rule="never", exit_threshold=None)
     if model_kwargs.pop("use_weighted_exit", False):
         raise ValueError(
             "use_weighted_exit=True needs the states of all loops, which cdb exists to skip. Drop it, or cdb=False."
         )
+    changes: dict[str, Any] = {}
     for setting, (name, value) in wanted.items():
         present = getattr(config, setting)
         unset = "auto" if setting in ("exit_rule", "kv_policy") else None
-        if present not in (unset, value):
+        if setting in given and present not in (unset, value):
             raise ValueError(
                 f"{name}={value!r} and cdb's {setting}={present!r} contradict each other: they are one setting. Give "
                 "one of them."
             )
-        config = dataclasses.replace(config, **{setting: value})
-    return config
+        changes[setting] = value
+    if changes.get("exit_rule", config.exit_rule) != config.exit_rule and "exit_threshold" not in given:
+        changes.setdefault("exit_threshold", None)  # that of the saved rule is on another scale
+    return dataclasses.replace(config, **changes)
+
+
+_STEPS = ("exit_at_step", "early_exit_step")
 
 
 def _policy_of_lookup(strategy: str, core_layers: int) -> str:

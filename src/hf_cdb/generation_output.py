@@ -74,7 +74,8 @@ def gather(
         scores = _stack([request.scores for request in requests], longest, -torch.inf)
         for step, block in enumerate(scores):
             ended = [row for row, request in enumerate(requests) if len(request.tokens) <= step]
-            block[ended, pad] = 0.0
+            if pad < block.shape[-1]:  # a pad token beyond the vocabulary has no score
+                block[ended, pad] = 0.0
     if generation_config.output_logits:
         logits = _stack([request.logits for request in requests], longest, 0.0)
     return GenerateCDBOutput(

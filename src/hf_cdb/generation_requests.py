@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from .adapters import LoopAdapter
 from .config import CDBConfig
@@ -13,6 +14,8 @@ from .request import Request
 from .sampling import Noise, Sampler, derive_seed
 
 __all__ = ["make_noise", "make_requests"]
+
+logger = logging.get_logger(__name__)
 
 
 def make_noise(config: CDBConfig, rows: int, adapter: LoopAdapter) -> Noise:
@@ -33,6 +36,8 @@ def make_requests(
     copies = generation_config.num_return_sequences
     embeds = model_kwargs.get("inputs_embeds")
     refuse_unread(model_kwargs)
+    if config.seeds is not None and not generation_config.do_sample:
+        logger.warning_once("seeds has no effect: nothing is drawn with do_sample=False.")
     mask = _checked_mask(model_kwargs.get("attention_mask"), input_ids if embeds is None else embeds)
     _check_per_row(config, rows, copies, stops.max_new_tokens)
     requests = []
@@ -56,7 +61,7 @@ def make_requests(
                 max_new_tokens=stops.max_new_tokens,
                 sampler=sampler,
                 stop=stops.row_ends,
-                start_options=_start_options(model_kwargs, row),
+                start_options=_start_options(model_kwargs, row, rows),
             )
         )
     return requests
@@ -85,14 +90,14 @@ def _check_per_row(config: CDBConfig, rows: int, copies: int, max_new_tokens: in
 
 
 def _check_replay(config: CDBConfig, rows: int, copies: int, max_new_tokens: int) -> None:
-    """Refuse depths that do not fit the call; repeat them for the return sequences of a prompt."""
+    """Refuse depths that do not fit the call; the return sequences of a prompt share them."""
     rule, prompts = config.exit_rule, rows // copies
     if len(rule.depths) != prompts:
         raise ValueError(
             f"exit_depths has {len(rule.depths)} rows, but there are {prompts} prompts. Give one row for each; the "
             "return sequences of a prompt share it."
         )
-    rule.depths = [depths for depths in rule.depths for _ in range(copies)]
+    rule.copies = copies
     least = max(config.min_depth, 2 if config.lookahead and config.max_depth > 1 else 1)
     for row, depths in enumerate(rule.depths):
         if len(depths) < max_new_tokens:
@@ -113,12 +118,18 @@ def _check_replay(config: CDBConfig, rows: int, copies: int, max_new_tokens: int
             )
 
 
-def _start_options(model_kwargs: dict[str, Any], row: int) -> dict[str, Any]:
-    """Arguments of the start state for one row; a tensor of seeds has one per row."""
+def _start_options(model_kwargs: dict[str, Any], row: int, rows: int) -> dict[str, Any]:
+    """Arguments of the start state for one row; `init_seed` is one number, or one per row, as the model takes it."""
     options = {}
     if model_kwargs.get("init_scale") is not None:
         options["init_scale"] = model_kwargs["init_scale"]
     seed = model_kwargs.get("init_seed")
-    if seed is not None:
-        options["init_seed"] = int(seed[row] if isinstance(seed, torch.Tensor) and seed.ndim else seed)
+    if seed is None:
+        return options
+    seeds = torch.as_tensor(seed)
+    if seeds.is_floating_point() or seeds.dtype == torch.bool or seeds.numel() not in (1, rows):
+        raise ValueError(
+            f"init_seed={seed!r} is not what {rows} rows need: pass one integer, or a list or tensor with one per row."
+        )
+    options["init_seed"] = int(seeds.flatten()[row if seeds.numel() > 1 else 0])
     return options

@@ -27,6 +27,7 @@ class Replay(ExitRule):
 
     def __init__(self, depths: Sequence[Sequence[int]]):
         self.depths = [list(row) for row in depths]
+        self.copies = 1  # rows of the call that share a row of depths, set by every call
         super().__init__()
 
     def bind(self, adapter, places):
@@ -35,7 +36,7 @@ class Replay(ExitRule):
 
     def begin(self, places, embeds, start, tokens):
         for place, (row, index) in zip(places.tolist(), tokens, strict=True):
-            self._wanted[place] = self.depths[row][index]
+            self._wanted[place] = self.depths[row // self.copies][index]
 
     def leave(self, places, depths, previous, state, logits):
         return [depth >= self._wanted[place] for place, depth in zip(places.tolist(), depths, strict=True)]
