@@ -1,5 +1,7 @@
 """What a looped model is trained to minimise, as modules from a batch to losses."""
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import nn
 
@@ -26,7 +28,7 @@ def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return losses.view_as(targets)
 
 
-class Objective(nn.Module):
+class Objective(nn.Module, ABC):
     """A loss of `model`. The forward is all that a step computes, so wrappers that hook into it see every gradient.
 
     Args:
@@ -43,10 +45,11 @@ class Objective(nn.Module):
             for layer in self.layers():
                 layer.compile()
 
+    @abstractmethod
     def layers(self) -> list[nn.Module]:
         """The attention layers of the model."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(self, batch: dict[str, torch.Tensor], total_weight: float, step: int) -> tuple[torch.Tensor, ...]:
         """The loss, a scalar, and for the log `[losses]` without gradient.
 
@@ -55,7 +58,6 @@ class Objective(nn.Module):
             total_weight: what sums are divided by: the weight of the whole batch, of which this may be a share.
             step: number of the step, from 0.
         """
-        raise NotImplementedError
 
 
 class OuroObjective(Objective):
