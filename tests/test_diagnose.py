@@ -186,3 +186,11 @@ def test_what_cannot_be_diagnosed(ouro):
     replay = {"exit_rule": "replay", "exit_depths": [[4] * 32] * 3}
     refused(["replay", "decides"], lambda: diagnose(ouro, ROWS, cdb=replay))
     refused(["'exit_treshold'"], lambda: diagnose(ouro, ROWS, cdb={"exit_treshold": 1}))
+
+
+def test_saved_settings_of_generation_do_not_get_in_the_way():
+    model = random_ouro(eos_token_id=None, pad_token_id=0)
+    model.generation_config.update(do_sample=True, num_return_sequences=2)
+    model.generation_config.cdb_config = {"seeds": [1, 2]}
+    found = diagnose(model, prompts(3, 5), cdb=True, max_new_tokens=3)
+    assert "2 of 2 rows are equal" in str(found)

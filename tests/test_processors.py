@@ -1,5 +1,6 @@
 """Logits processors of users, and sampling: every row by itself, with stock's view of its history."""
 
+import functools
 import threading
 
 import pytest
@@ -365,3 +366,27 @@ def test_greedy_and_sampled_requests_share_an_engine():
     assert greedy == run(["greedy"])[0] == predict(model.config, prompt.tolist(), 20).tokens
     assert sampled == run(["sampled"])[0]
     assert len(set(sampled)) > 10
+
+
+@pytest.mark.parametrize("form", ["method", "partial", "list"])
+def test_models_that_a_processor_leads_to_are_shared(form):
+    model, seen = random_ouro(eos_token_id=None, pad_token_id=0), set()
+
+    class Holder:
+        def __init__(self, models):
+            self.models = models
+
+        def look(self, ids, scores):
+            seen.update(map(id, self.models))
+            return scores
+
+    def look(models, ids, scores):
+        seen.update(map(id, models))
+        return scores
+
+    holder = Holder([model])
+    holder.__class__.__call__ = Holder.look
+    processor = {"method": holder.look, "partial": functools.partial(look, [model]), "list": holder}[form]
+    ids = torch.tensor([[3, 4], [5, 6]])
+    model.generate(ids, max_new_tokens=2, do_sample=False, cdb={"exit_rule": "never"}, logits_processor=[processor])
+    assert seen == {id(model)}

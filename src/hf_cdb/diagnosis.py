@@ -149,6 +149,7 @@ def diagnose(
         raise ValueError("do_sample=True: diagnose compares greedy runs. Leave it out.")
     adapter = adapter_for(model)
     settings = CDBConfig.create(cdb, saved_settings(model.generation_config)).resolve(adapter)
+    settings = dataclasses.replace(settings, seeds=None)  # nothing is drawn
     if isinstance(settings.exit_rule, Replay):
         raise ValueError("exit_rule='replay': given depths leave nothing to diagnose. Choose the rule that decides.")
     ids, mask = _padded(model, prompts, tokenizer)
@@ -156,6 +157,8 @@ def diagnose(
         **kwargs,
         "max_new_tokens": max_new_tokens,
         "do_sample": False,
+        "num_return_sequences": 1,
+        "tokenizer": tokenizer,
         "return_dict_in_generate": True,
         "output_scores": True,
     }

@@ -5,7 +5,9 @@ own row, as in a batch of one. That is the same thing unless it mixes rows, or k
 """
 
 import copy
-from collections.abc import Callable
+import functools
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,14 +24,32 @@ _LONGER = 4  # histories with one more token, for criteria that look at the last
 def copy_for_row(thing: Callable) -> Callable:
     """A deep copy of a processor or criterion, whose state then belongs to one row.
 
-    Functions are not copied, nor are the models and tokenizers that an object holds.
+    Functions are not copied, nor are the models and tokenizers that an object holds: in attributes, in lists and dicts,
+    as the object of a bound method or an argument of a partial.
 
     Raises:
         Exception: whatever the object raises where it cannot be copied.
     """
-    held = vars(thing).values() if hasattr(thing, "__dict__") else ()
-    shared = {id(value): value for value in held if isinstance(value, (nn.Module, PreTrainedTokenizerBase))}
-    return copy.deepcopy(thing, shared)
+    return copy.deepcopy(thing, {id(value): value for value in _shared(thing, set())})
+
+
+def _shared(thing: Any, seen: set[int]) -> Iterator[Any]:
+    """Models and tokenizers that `thing` leads to."""
+    if id(thing) in seen or isinstance(thing, (type, types.ModuleType, torch.Tensor)):
+        return
+    seen.add(id(thing))
+    if isinstance(thing, (nn.Module, PreTrainedTokenizerBase)):
+        yield thing
+        return
+    inner = [getattr(thing, "__self__", None), *(vars(thing).values() if hasattr(thing, "__dict__") else ())]
+    if isinstance(thing, functools.partial):
+        inner += [thing.func, *thing.args, *thing.keywords.values()]
+    if isinstance(thing, (list, tuple, set)):
+        inner += thing
+    if isinstance(thing, dict):
+        inner += thing.values()
+    for value in inner:
+        yield from _shared(value, seen)
 
 
 def trial(thing: Callable, histories: torch.Tensor, vocab: int, scores_in_tuple: bool | None = False) -> str | None:
