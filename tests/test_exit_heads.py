@@ -311,3 +311,15 @@ def test_files_that_are_no_head(tmp_path):
         refused(["width 32", "4 depths", "holds"], lambda: load_exit_head(path))
     save_file(tensors, path, {"hf_cdb.exit_head": json.dumps({**metadata, "kind": "postloop"})})
     refused(["'postloop'", "preloop"], lambda: load_exit_head(path))
+
+
+def test_damaged_files_are_refused_by_name(tmp_path):
+    head = make_exit_head("same-step", 32, 4)
+    path = head.save(tmp_path)
+    with torch.no_grad():
+        head.weight.fill_(float("nan"))
+    head.save(tmp_path)
+    refused(["same-step.safetensors", "not finite"], lambda: load_exit_head(path))
+    for text in ("{", '{"kind": "same-step"}', "[]"):
+        save_file({"weight": torch.zeros(1, 32), "bias": torch.zeros(3)}, path, {"hf_cdb.exit_head": text})
+        refused(["same-step.safetensors", "damaged"], lambda: load_exit_head(path))

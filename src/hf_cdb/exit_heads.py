@@ -202,13 +202,18 @@ def load_exit_head(path: str | os.PathLike) -> ExitHead:
         raise ValueError(f"path={str(path)!r} is no safetensors file ({error}). Train the head again.") from error
     if text is None:
         raise ValueError(f"path={str(path)!r} holds tensors but no exit head. Name a file that {_command()} wrote.")
-    metadata = json.loads(text)
-    kind = metadata.get("kind")
+    try:
+        metadata = json.loads(text)
+        kind, width, depths = (metadata[name] for name in ("kind", "width", "depths"))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"path={str(path)!r}: its description is damaged ({error!r}). Train the head again."
+        ) from error
     if kind not in KINDS:
         raise ValueError(f"path={str(path)!r} holds a head of kind {kind!r}; known are {', '.join(KINDS)}.")
     described = {name: metadata.get(name) for name in ("model_type", "target", "training")}
     biases = tensors["bias"].numel() if "bias" in tensors else 0
-    head = KINDS[kind](kind, metadata["width"], metadata["depths"], biases, **described)
+    head = KINDS[kind](kind, width, depths, biases, **described)
     expected = {name: tuple(value.shape) for name, value in head.state_dict().items()}
     found = {name: tuple(value.shape) for name, value in tensors.items()}
     if found != expected or not found["bias"][0]:
@@ -216,6 +221,8 @@ def load_exit_head(path: str | os.PathLike) -> ExitHead:
             f"path={str(path)!r} says kind {kind!r}, width {head.width} and {head.depths} depths, which needs tensors "
             f"{expected}, but it holds {found}. Train the head again."
         )
+    if not all(value.isfinite().all() for value in tensors.values()):
+        raise ValueError(f"path={str(path)!r} holds numbers that are not finite. Train the head again.")
     head.load_state_dict(tensors)
     return head.requires_grad_(False).eval()
 

@@ -72,8 +72,15 @@ def test_the_command_writes_what_it_prints(model, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("rule", "words"),
-    [(["gate"], "rule 'gate' has no threshold"), (["gate", "half"], "not all numbers")],
+    [
+        (["gate"], "rule 'gate' has no threshold"),
+        (["gate", "half"], "not all numbers"),
+        (["gates", "0.5"], "did you mean 'gate'"),
+        (["gate", "0.5", "--min-depth", "9"], "min_depth=9"),
+        (["gate", "0.5", "--examples", "0"], "examples=0"),
+    ],
 )
-def test_rules_that_cannot_be_measured(rule, words, capsys):
+def test_rules_that_cannot_be_measured(rule, words, capsys, monkeypatch):
+    monkeypatch.setattr("hf_cdb.training.tables_command.measure_depths", None)
     assert main(["measure", "depth", "ouro", "--rule", *rule]) == 2
     assert words in capsys.readouterr().err

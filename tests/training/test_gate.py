@@ -274,7 +274,7 @@ def test_a_head_goes_into_the_model_s_own_gate(tmp_path):
     command(tmp_path / "model", *arguments, "--no-depth-bias", "--into-model")
     command(tmp_path / "model", *arguments, "--no-depth-bias", "--output", tmp_path / "beside")
     assert not (tmp_path / "model" / "exit_heads" / "same-step.safetensors").exists()
-    assert (tmp_path / "model" / "exit_heads" / "same-step.md").exists()
+    assert (tmp_path / "model" / "exit_heads" / "own-gate.md").exists()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     head = load_exit_head(tmp_path / "beside" / "exit_heads" / "same-step.safetensors")
     gate = loaded.model.early_exit_gate
@@ -303,3 +303,25 @@ def test_heads_that_are_no_gate_of_the_model(tmp_path, arguments, words):
 def test_a_model_without_a_gate_takes_no_head_into_itself(folder):
     with pytest.raises(ValueError, match="--into-model: DoryForCausalLM has no gate of its own"):
         command(folder / "model", "--into-model", "--no-depth-bias")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--threads", 0], ["threads=0"]),
+        (["--tokens", -5], ["tokens=-5"]),
+        (["--output", "/proc/nothing"], ["output='/proc/nothing'", "cannot be written", "--output"]),
+    ],
+)
+def test_what_cannot_work_is_found_before_the_work(folder, arguments, words, monkeypatch):
+    monkeypatch.setattr(gate_command, "train_gate", None)
+    with pytest.raises((ValueError, OSError)) as caught:
+        command(folder / "model", "--data", folder / "data.jsonl", *arguments)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused(folder):
+    rows = [{"input_ids": [5, 6, 7, token]} for token in (*range(10, 40), 9999)]
+    (folder / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match="input_ids holds 9999, but the model's vocabulary has 50 tokens"):
+        command(folder / "model", "--data", folder / "odd.jsonl")

@@ -88,14 +88,15 @@ class GateResult:
         paths = self.save_report(folder)
         return [*paths, self.head.save(Path(folder) / FOLDER)]
 
-    def save_report(self, folder: str | os.PathLike) -> list[Path]:
-        """The log and the report of `save` without the head."""
+    def save_report(self, folder: str | os.PathLike, name: str | None = None) -> list[Path]:
+        """The log and the report of `save` without the head, under its kind or another name."""
+        name = name or self.head.kind
         folder = Path(folder) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         record = {**self.head.metadata(), "log": self.log, "report": self.report.to_dict()}
         return [
-            _write(folder / f"{self.head.kind}.json", json.dumps(record, indent=1) + "\n"),
-            _write(folder / f"{self.head.kind}.md", self.report.to_markdown()),
+            _write(folder / f"{name}.json", json.dumps(record, indent=1) + "\n"),
+            _write(folder / f"{name}.md", self.report.to_markdown()),
         ]
 
 

@@ -2,15 +2,16 @@
 
 import argparse
 import os
+import tempfile
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..adapters import LoopAdapter, adapter_for
-from ..exit_heads import KINDS
+from ..exit_heads import FOLDER, KINDS, find_exit_head
 from .gate import GateSettings, train_gate
-from .gate_data import read_gate_data
+from .gate_data import GateData, read_gate_data
 from .gate_targets import TARGETS, make_target
 
 __all__ = ["add_arguments", "run"]
@@ -74,8 +75,13 @@ def run(arguments: argparse.Namespace) -> None:
     """
     if arguments.output is None and not os.path.isdir(arguments.model):
         raise ValueError(f"MODEL={arguments.model!r} is no folder that a head could be saved in. Name one by --output.")
+    for name in ("threads", "tokens", "held_out_tokens"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value}: choose at least 1.")
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
+    output = _prepare_output(arguments)
     target = make_target(arguments.target, slope=arguments.slope, scale=arguments.scale, margin=arguments.margin)
     settings = GateSettings(
         kind=arguments.kind,
@@ -92,9 +98,10 @@ def run(arguments: argparse.Namespace) -> None:
     adapter = adapter_for(model)  # refuses a model without loops before the data is read
     if arguments.into_model:
         _check_into_model(arguments, adapter)
+    tokenizer = _tokenizer(arguments.model)
     data = read_gate_data(
         arguments.data,
-        _tokenizer(arguments.model),
+        tokenizer,
         tokens=arguments.tokens,
         held_out_tokens=arguments.held_out_tokens,
         length=arguments.length,
@@ -102,25 +109,54 @@ def run(arguments: argparse.Namespace) -> None:
         answer_weight=arguments.answer_weight,
         seed=arguments.seed,
     )
+    _check_ids(data, adapter.vocab_size)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     # Half precision is slow on a CPU, and rounds what the targets compare.
     saved_dtype, dtype = model.dtype, torch.float32 if device == "cpu" else model.dtype
     result = train_gate(model.to(device, dtype), data, settings)
-    output = Path(arguments.output or arguments.model)
     if arguments.into_model:
         adapter.set_gate(result.head.weight[0].to(device), result.head.bias[0].to(device))
         model.to(saved_dtype).save_pretrained(output)
-        paths = [*result.save_report(output), output]
+        if tokenizer is not None and output.resolve() != Path(arguments.model).resolve():
+            tokenizer.save_pretrained(output)
+        paths = [*result.save_report(output, "own-gate"), output]
     else:
         paths = result.save(output)
     print(result.report.to_markdown())
     print("Saved", ", ".join(map(str, paths)))
     if arguments.into_model:
+        if find_exit_head(model, "same-step") is not None:
+            print("With cdb the same-step head beside the model comes before its own gate: remove it to use the gate.")
         return
     if output.resolve() != Path(arguments.model).resolve():
         print(
             "Not beside the model: use hf_cdb.attach_exit_head(model, hf_cdb.load_exit_head(path)), or copy the folder."
         )
+
+
+def _prepare_output(arguments: argparse.Namespace) -> Path:
+    """The folder to save into, found out to be writable before any work."""
+    output = Path(arguments.output or arguments.model)
+    try:
+        (output / FOLDER).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output / FOLDER):
+            pass
+    except OSError as error:
+        raise type(error)(
+            f"output={str(output)!r} cannot be written: {error.strerror}. Choose a folder of yours by --output."
+        ) from error
+    return output
+
+
+def _check_ids(data: GateData, vocab_size: int) -> None:
+    """Refuse token ids that the model does not have."""
+    for row in (*data.train, *data.held_out):
+        for token in row.ids:
+            if not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"data: input_ids holds {token}, but the model's vocabulary has {vocab_size} tokens. Give ids made "
+                    "by the model's own tokenizer."
+                )
 
 
 def _check_into_model(arguments: argparse.Namespace, adapter: LoopAdapter) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..adapters import adapter_for
 from ..checkpoints import NAMES, tiny_checkpoint
+from ..config import CDBConfig
 from .depth_tables import measure_depths, measure_settings, to_markdown
 
 __all__ = ["add_arguments", "run"]
@@ -40,12 +42,18 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: a rule without a threshold, or one that is no number.
     """
+    for name in ("threads", "examples", "chapters"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value}: choose at least 1.")
     torch.set_num_threads(arguments.threads)
     settings = {}
     for rule, *thresholds in arguments.rule:
         settings |= _settings(rule, thresholds, arguments.min_depth)
     folder = tiny_checkpoint(arguments.model) if arguments.model in NAMES else arguments.model
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for cdb in settings.values():
+        CDBConfig(**cdb).resolve(adapter_for(model))  # before minutes of measuring
     tokenizer = AutoTokenizer.from_pretrained(folder)
     sizes = {"chapter_count": arguments.chapters, "count": arguments.examples}
     depths = measure_depths(model, tokenizer, **sizes)
