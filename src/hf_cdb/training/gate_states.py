@@ -1,6 +1,5 @@
 """States of a frozen looped model at every loop, teacher forced at full depth, cached for the training of a head."""
 
-import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from transformers.utils import logging
 from ..adapters import LoopAdapter
 from .gate_data import Row
 from .gate_targets import LoopScores
+from .passes import packed_mask
 
 __all__ = ["LoopCache", "collect_states"]
 
@@ -169,7 +169,7 @@ def _run(
 ) -> tuple[torch.Tensor, LoopScores]:
     """States `[counted, inputs, width]` and scores of one launch."""
     position_ids = target.positions[None]
-    mask = _mask(adapter, target.positions, target.segments)
+    mask = packed_mask(adapter, target.segments[None])
     layer_inputs = adapter.layer_inputs(position_ids, _NoPast(layers=[]), attention_mask=mask)
     ids = torch.tensor([[token for row in launch for token in row.ids]], device=adapter.device)
     embeds = adapter.prelude(ids, None, layer_inputs)
@@ -195,21 +195,6 @@ def _run(
     read = [embeds] if kind == "preloop" else after[:inputs]
     states = torch.stack([part[0, target.counted] for part in read], dim=1)
     return states.to(torch.float32 if states.dtype == torch.float64 else states.dtype).cpu(), scores
-
-
-def _mask(
-    adapter: LoopAdapter, positions: torch.Tensor, segments: torch.Tensor
-) -> torch.Tensor | dict[str, torch.Tensor]:
-    """Additive `[1, 1, tokens, tokens]`, causal within a row; by layer type where some see a window only."""
-    config = adapter.model.config
-    distance = positions[:, None] - positions[None]
-    hidden = (distance < 0) | (segments[:, None] != segments[None])
-    zeros = torch.zeros(distance.shape, dtype=adapter.dtype, device=positions.device)
-    full = zeros.masked_fill(hidden, -math.inf)[None, None]
-    if "sliding_attention" not in (getattr(config, "layer_types", None) or ()):
-        return full
-    sliding = zeros.masked_fill(hidden | (distance >= config.sliding_window), -math.inf)[None, None]
-    return {"full_attention": full, "sliding_attention": sliding}
 
 
 class _NoPast(Cache):

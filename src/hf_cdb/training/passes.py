@@ -10,7 +10,7 @@ from torch import nn
 from ..adapters import LoopAdapter, adapter_for
 from .batches import block_mask
 
-__all__ = ["logits_by_depth", "states_by_depth"]
+__all__ = ["logits_by_depth", "packed_mask", "states_by_depth"]
 
 
 @torch.no_grad()
@@ -60,7 +60,7 @@ def _run(model, input_ids, position_ids, segments, depths, with_logits):
     # Stages of an adapter work on launches of one row.
     for row in zip(input_ids, positions, segments, strict=True):
         ids, position, segment = (values[None].to(adapter.device) for values in row)
-        inputs = adapter.layer_inputs(position, None, attention_mask=_mask(adapter, position, segment))
+        inputs = adapter.layer_inputs(position, None, attention_mask=packed_mask(adapter, segment))
         embeds = adapter.prelude(ids, None, inputs)
         state = adapter.start(embeds, position)
         for depth in range(1, max(depths) + 1):
@@ -81,13 +81,16 @@ def _check_depths(adapter: LoopAdapter, depths: Sequence[int] | None) -> list[in
     return depths
 
 
-def _mask(adapter: LoopAdapter, positions: torch.Tensor, segments: torch.Tensor) -> Any:
-    """Additive mask `[1, 1, length, length]`, by layer type where some layers see `sliding_window` positions only."""
+def packed_mask(adapter: LoopAdapter, segments: torch.Tensor) -> Any:
+    """Additive mask `[1, 1, length, length]` of segments int64 `[1, length]`, each causal and by itself.
+
+    A dict by layer type where some layers see `sliding_window` positions only.
+    """
     keep = block_mask(segments)
     full = torch.zeros(keep.shape, dtype=adapter.dtype, device=keep.device).masked_fill(~keep, -math.inf)
     config = adapter.model.config
     if "sliding_attention" not in (getattr(config, "layer_types", None) or ()):
         return full
-    index = torch.arange(positions.shape[1], device=keep.device)
+    index = torch.arange(segments.shape[1], device=keep.device)
     far = index[:, None] - index >= config.sliding_window
     return {"full_attention": full, "sliding_attention": full.masked_fill(far, -math.inf)}
