@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from .cache import DepthCache
+from .places import Pack
 
 __all__ = ["DEPTH_ATTENTION", "AttentionSwitch", "depth_attention"]
 
@@ -43,40 +44,34 @@ def depth_attention(
         `[1, tokens, heads, head dim]`, and None for the weights.
     """
     places = depth_cache.places
-    packed = _attend_packed(query, depth_cache, scaling, sliding_window, dropout) if places.packed else None
-    if packed is not None and places.packed_tokens is None:
-        return packed[None], None
+    if not places.single and len(places.packs) == 1:
+        return _attend_pack(places.packs[0], query, depth_cache, scaling, sliding_window, dropout)[None], None
     output = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
-    if packed is not None:
-        output[places.packed_tokens] = packed
-    token, together = 0, set(places.packed)
-    for index, span in enumerate(depth_cache.bound):
+    for pack in places.packs:
+        output[pack.tokens] = _attend_pack(pack, query, depth_cache, scaling, sliding_window, dropout)
+    for index in places.single:
+        span, token = depth_cache.bound[index], places.starts[index]
         length = span.end - span.start
-        if index not in together:
-            # What a prompt that starts here reads are its own new entries, warm in the caches of the processor.
-            whole = span.start == 0
-            read = [x.narrow(2, token, length) for x in (key, value)] if whole else depth_cache.views(index)
-            own = _attend_span(query.narrow(2, token, length), *read, scaling, sliding_window, dropout)
-            output[token : token + length] = own[0].transpose(0, 1)
-        token += length
+        # What a prompt that starts here reads are its own new entries, warm in the caches of the processor.
+        whole = span.start == 0
+        read = [x.narrow(2, token, length) for x in (key, value)] if whole else depth_cache.views(index)
+        own = _attend_span(query.narrow(2, token, length), *read, scaling, sliding_window, dropout)
+        output[token : token + length] = own[0].transpose(0, 1)
     return output[None], None
 
 
-def _attend_packed(
-    query: torch.Tensor, depth_cache: DepthCache, scaling: float, window: int | None, dropout: float
+def _attend_pack(
+    pack: Pack, query: torch.Tensor, depth_cache: DepthCache, scaling: float, window: int | None, dropout: float
 ) -> torch.Tensor:
-    """Attention of the packed spans in one call, `[spans, heads, head dim]`."""
-    places = depth_cache.places
+    """Attention of packed spans in one call, `[spans, heads, head dim]`."""
     queries = query[0].transpose(0, 1)
-    if places.packed_tokens is not None:
-        queries = queries[places.packed_tokens]
-    both = depth_cache.packed()
+    if pack.tokens is not None:
+        queries = queries[pack.tokens]
+    both = depth_cache.packed(pack)
     # The heads that share a key are as good as queries of it.
     grouped = queries.unflatten(1, (both.shape[2], -1))
-    mask = places.packed_mask(window)
-    options = {"scale": scaling, "dropout_p": dropout}
-    output = nn.functional.scaled_dot_product_attention(grouped, both[0], both[1], attn_mask=mask, **options)
-    return output.flatten(1, 2)
+    options = {"scale": scaling, "dropout_p": dropout, "attn_mask": pack.mask(window)}
+    return nn.functional.scaled_dot_product_attention(grouped, both[0], both[1], **options).flatten(1, 2)
 
 
 def _attend_span(

@@ -3,12 +3,13 @@
 Every request holds one stretch of a pool: for each core layer and position as many entries as the KV policy has slots.
 """
 
+import numpy
 import torch
 from transformers.cache_utils import Cache
 
 from .adapters import LoopAdapter
 from .kv_policy import KVPolicy
-from .places import SHORT_BYTES, Places, Segment, Span
+from .places import SHORT_BYTES, Pack, Places, Segment, Span
 from .pool import Pool
 
 __all__ = ["DepthCache"]
@@ -71,7 +72,8 @@ class DepthCache(Cache):
         """Give request `key` room for `capacity` positions."""
         core, outer = (pool.allocate(self._rows(kind, capacity)) for kind, pool in self._pools.items())
         short = capacity * self._heads * self.adapter.head_dim * self.adapter.dtype.itemsize <= SHORT_BYTES
-        self._segments[key] = Segment(capacity, core, outer, short)
+        written = numpy.full(capacity, self.policy.slots - 1) if short else None
+        self._segments[key] = Segment(capacity, core, outer, short, written)
 
     def free(self, key: int) -> None:
         """Take back what request `key` holds; nothing happens where it holds nothing."""
@@ -117,7 +119,10 @@ class DepthCache(Cache):
         return self._places[kind]
 
     def views(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[1, kv heads, positions, head dim]` that span `index` reads: views, nothing is copied."""
+        """Keys and values `[1, kv heads, positions, head dim]` that span `index` reads: views, nothing is copied.
+
+        For prompts, and for requests that are not short: only there every slot holds what is to be read.
+        """
         kind, layer = self._reading
         first, segment, heads = self.places.firsts[index], self.places.segments[index], self.adapter.kv_heads
         rows = self._pools[kind].tensor[layer].narrow(0, first, segment.capacity)
@@ -128,44 +133,39 @@ class DepthCache(Cache):
         both = both.narrow(2, 0, self.bound[index].end)
         return both[:1], both[1:]
 
-    def packed(self) -> torch.Tensor:
-        """Keys and values of the spans `places.packed` side by side, `[2, spans, kv heads, longest, head dim]`, a copy.
+    def packed(self, pack: Pack) -> torch.Tensor:
+        """Keys and values of a pack's spans side by side, `[2, spans, kv heads, longest, head dim]`, a copy.
 
-        Entries beyond a span's end repeat its last one and have to be masked.
+        Entries beyond a span's end are any and have to be masked.
         """
         kind, layer = self._reading
-        rows = self.places.packed_rows
-        copied = self._pools[kind].tensor[layer].index_select(0, rows.flatten())
-        return copied.view(*rows.shape, 2, self.adapter.kv_heads, -1).permute(2, 0, 3, 1, 4)
+        copied = self._pools[kind].tensor[layer].index_select(0, pack.rows.flatten())
+        return copied.view(*pack.rows.shape, 2, self.adapter.kv_heads, -1).permute(2, 0, 3, 1, 4)
 
     def _bound_places(self, kind: str) -> "Places":
         if kind not in self._places:
-            firsts, segments = [], [self._segments[span.key] for span in self.bound]
-            for span, segment in zip(self.bound, segments, strict=True):
-                slot = self.policy.slot(span.loop) if kind == "core" else 0
-                firsts.append(getattr(segment, kind) + slot * segment.capacity)
-            self._places[kind] = Places(self.bound, firsts, segments, self.adapter)
+            segments = [self._segments[span.key] for span in self.bound]
+            origins = [getattr(segment, kind) for segment in segments]
+            slots = [self.policy.slot(span.loop) if kind == "core" else 0 for span in self.bound]
+            self._places[kind] = Places(self.bound, origins, slots, segments, kind == "core", self.adapter)
         return self._places[kind]
 
     def fill(self, key: int, position: int, depth: int) -> None:
-        """Give the slots that the token at `position` never wrote the entry of loop `depth`, where it left.
+        """Let the slots that the token at `position` never wrote read as the entry of loop `depth`, where it left.
 
-        One broadcast copy for all layers; measured faster than one indexed copy for several tokens.
+        In long requests by one broadcast copy for all layers; measured faster than one indexed copy for several
+        tokens.
         """
         unwritten = self.policy.unwritten(depth)
         if not unwritten:
             return
         segment = self._segments[key]
-        rows = self._pools["core"].tensor.narrow(1, segment.core, self._rows("core", segment.capacity))
-        entries = rows.view(rows.shape[0], self.policy.slots, segment.capacity, -1)
         if segment.short:
-            entries = entries[:, :, position]
-        else:
-            entries = entries.view(*rows.shape[:1], self.policy.slots, self._heads, segment.capacity, -1)[
-                ..., position, :
-            ]
-        source = entries[:, self.policy.slot(depth), None]
-        entries[:, unwritten[0] :] = source  # under every policy they are the last ones
+            segment.written[position] = unwritten[0] - 1  # under every policy the unwritten ones are the last
+            return
+        rows = self._pools["core"].tensor.narrow(1, segment.core, self._rows("core", segment.capacity))
+        entries = rows.view(rows.shape[0], self.policy.slots, self._heads, segment.capacity, -1)[..., position, :]
+        entries[:, unwritten[0] :] = entries[:, self.policy.slot(depth), None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Always 0: lengths differ by request, and positions come from the launch."""

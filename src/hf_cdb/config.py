@@ -44,6 +44,8 @@ class CDBConfig:
             free memory (a float up to 1). Gaps that ended requests leave in the pool come on top.
         exit_depths: for `replay`, a depth per row and new token; the first of every row is R.
         seeds: for sampling, a seed per prompt, which alone decides the row's noise.
+        prepack_weights: on the CPU, keep a copy of the weights in the order that multiplies fastest: True, False, or
+            "auto": where the processor gains by it and a quarter of the free memory holds the copy.
         trace: record every launch in `stats.trace`.
         progress: show a bar of finished rows.
 
@@ -65,6 +67,7 @@ class CDBConfig:
     max_kv_memory: int | float | None = None
     exit_depths: Any = None
     seeds: Sequence[int] | None = None
+    prepack_weights: bool | str = "auto"
     trace: bool = False
     progress: bool = False
 
@@ -77,6 +80,8 @@ class CDBConfig:
         for name in ("refill", "trace", "progress"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose True or False.")
+        if not isinstance(self.prepack_weights, bool) and self.prepack_weights != "auto":
+            raise ValueError(f"prepack_weights={self.prepack_weights!r}: choose True, False or 'auto'.")
         if isinstance(self.lookahead, bool) or self.lookahead not in (0, 1):
             raise ValueError(
                 f"lookahead={self.lookahead!r}: a decision takes effect 0 or 1 loops later. Choose 0 or 1."

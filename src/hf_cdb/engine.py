@@ -14,6 +14,7 @@ from .config import CDBConfig
 from .exits import ExitRule
 from .kv_policy import KVPolicy
 from .places import Span, first_tokens, last_tokens, part_of
+from .prepack import PrepackedWeights
 from .request import Request
 from .scheduler import Launch, Scheduler
 from .stats import CDBStats
@@ -57,6 +58,7 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._ended: list[Request] = []
         self._attention = AttentionSwitch(adapter.model)
+        self._weights = PrepackedWeights(adapter.model, config.prepack_weights)
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -145,7 +147,7 @@ class Engine:
         spans = self._spans(rows, launch)
         positions = self._positions(spans)
         layer_inputs = self._address(spans, positions) if self.adapter.prelude_layers else {}
-        with self._attention:
+        with self._attention, self._weights:
             embeds = self.adapter.prelude(*self._inputs(rows, spans), layer_inputs)
         start = self.adapter.start(embeds, positions, **_start_options(rows, spans, positions.device))
         lengths = [span.end - span.start for span in spans]
@@ -182,7 +184,7 @@ class Engine:
         layer_inputs = self._address(spans, self._positions(spans))
         previous = torch.cat([part_of(row.state, span) for row, span in zip(rows, spans, strict=True)])
         embeds = torch.cat([part_of(row.embeds, span) for row, span in zip(rows, spans, strict=True)])
-        with self._attention:
+        with self._attention, self._weights:
             state = self.adapter.loop(previous[None], embeds[None], layer_inputs)[0]
         for row, span, new in zip(rows, spans, state.split([s.end - s.start for s in spans]), strict=True):
             if len(new) == len(row.state):
@@ -300,7 +302,7 @@ class Engine:
 
     def _run_coda(self, spans: list[Span], state: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
         layer_inputs = self._address(spans, self._positions(spans)) if self.adapter.coda_layers else {}
-        with self._attention:
+        with self._attention, self._weights:
             logits = self.adapter.coda(state[None], layer_inputs, keep)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 

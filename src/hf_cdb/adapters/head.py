@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from ..prepack import is_plain
+
 __all__ = ["apply_head"]
 
 FEW_ROWS = 8
@@ -15,14 +17,7 @@ def apply_head(head: nn.Module, states: torch.Tensor) -> torch.Tensor:
     faster when the large matrix stands on the left, so a head that is a plain layer of weights is applied that way.
     """
     few = 1 < len(states) <= FEW_ROWS and states.dtype == torch.float32 and states.device.type == "cpu"
-    if few and torch.backends.mkl.is_available() and _is_plain(head):
+    plain = few and is_plain(head) and head.bias is None and head.weight.dtype == torch.float32
+    if plain and torch.backends.mkl.is_available():
         return (head.weight @ states.T).T
     return head(states)
-
-
-def _is_plain(head: nn.Module) -> bool:
-    """Whether nobody (adapters, quantisation, offloading) changes what calling the layer means."""
-    replaced = "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks
-    # Quantised and sharded weights are tensors of other types, which know how to be a layer's and may know no more.
-    plain = type(head) is nn.Linear and type(head.weight) in (nn.Parameter, torch.Tensor)
-    return plain and head.bias is None and not replaced and head.weight.dtype == torch.float32
