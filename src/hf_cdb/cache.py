@@ -36,6 +36,8 @@ class DepthCache(Cache):
         self._segments: dict[int, Segment] = {}
         self._places: dict[str, Places] = {}
         self.bound: list[Span] = []
+        # One for all layers and launches: getting so much memory again each time costs a page fault for every 4 KiB.
+        self._copy: torch.Tensor | None = None
 
     def bytes_per_position(self) -> int:
         """Bytes that one position of one request takes, all layers and slots together."""
@@ -134,12 +136,16 @@ class DepthCache(Cache):
         return both[:1], both[1:]
 
     def packed(self, pack: Pack) -> torch.Tensor:
-        """Keys and values of a pack's spans side by side, `[2, spans, kv heads, longest, head dim]`, a copy.
+        """Keys and values of a pack's spans side by side, `[2, spans, kv heads, longest, head dim]`: a copy, good
+        until the next one is made.
 
         Entries beyond a span's end are any and have to be masked.
         """
         kind, layer = self._reading
-        copied = self._pools[kind].tensor[layer].index_select(0, pack.rows.flatten())
+        pool, rows = self._pools[kind].tensor[layer], pack.rows.flatten()
+        if self._copy is None or len(self._copy) < len(rows):
+            self._copy = pool.new_empty(len(rows), pool.shape[1])
+        copied = torch.index_select(pool, 0, rows, out=self._copy[: len(rows)])
         return copied.view(*pack.rows.shape, 2, self.adapter.kv_heads, -1).permute(2, 0, 3, 1, 4)
 
     def _bound_places(self, kind: str) -> "Places":
