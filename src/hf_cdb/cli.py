@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
+from . import trace_command
 from .bench import quick
 from .training import gate_command, tables_command, tiny_command
 
@@ -17,9 +18,15 @@ COMMANDS: dict[str, dict[str, tuple[str, Callable[[argparse.ArgumentParser], Non
         "gate": ("train an exit head of a looped model and save it beside the model", gate_command.add_arguments),
     },
     "measure": {"depth": ("quality by depth and by exit threshold, as tables", tables_command.add_arguments)},
+    "trace": {"show": ("what a recorded run launched, as tables", trace_command.add_arguments)},
     "bench": {"quick": ("throughput of the engine on a random model, depths replayed", quick.add_arguments)},
 }
-GROUPS = {"train": "train models", "measure": "measure quality", "bench": "measure speed"}
+GROUPS = {
+    "trace": "look at recorded runs",
+    "train": "train models",
+    "measure": "measure quality",
+    "bench": "measure speed",
+}
 
 
 def build_parser() -> argparse.ArgumentParser:

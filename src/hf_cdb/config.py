@@ -44,7 +44,7 @@ class CDBConfig:
             free memory (a float up to 1). Gaps that ended requests leave in the pool come on top.
         exit_depths: for `replay`, a depth per row and new token; the first of every row is R.
         seeds: for sampling, a seed per prompt, which alone decides the row's noise.
-        trace: record every launch in `stats.trace`.
+        trace: record every launch in `stats.trace`, with the queues and times; `stats.save_trace` writes a file.
         progress: show a bar of finished rows.
 
     Raises:
