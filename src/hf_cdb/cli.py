@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 from . import trace_command
-from .bench import overhead, quick
+from .bench import overhead, quick, throughput
 from .training import gate_command, tables_command, tiny_command
 
 __all__ = ["build_parser", "main"]
@@ -20,7 +20,8 @@ COMMANDS: dict[str, dict[str, tuple[str, Callable[[argparse.ArgumentParser], Non
     "measure": {"depth": ("quality by depth and by exit threshold, as tables", tables_command.add_arguments)},
     "trace": {"show": ("what a recorded run launched, as tables", trace_command.add_arguments)},
     "bench": {
-        "quick": ("throughput of the engine on a random model, depths replayed", quick.add_arguments),
+        "throughput": ("tokens per second of the engine and of stock generation", throughput.add_arguments),
+        "quick": ("throughput at short prompts and outputs, in a few minutes", quick.add_arguments),
         "overhead": ("time of a launch that the engine takes itself", overhead.add_arguments),
     },
 }

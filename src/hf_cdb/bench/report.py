@@ -160,6 +160,8 @@ class Report:
 
 def _plain(value: Any) -> Any:
     """What JSON cannot hold as it is."""
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
     if isinstance(value, numpy.generic | numpy.ndarray):
         return value.tolist()
     if isinstance(value, Path | torch.dtype | torch.device):
