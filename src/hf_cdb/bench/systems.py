@@ -62,7 +62,8 @@ def serve(name: str, model: PreTrainedModel, workload: Workload, width: int, set
         keep = ("kv_policy", "kv_slots", "max_depth", "prefill_chunk_size")
         settings = {key: value for key, value in settings.items() if key in keep} | {"exit_rule": "never"}
     settings = {**settings, "max_num_seqs": width, "refill": name != "no-refill"}
-    return serve_engine(model, workload, CDBConfig(**settings, trace=True))
+    # Elsewhere a launch returns before it is done, and its time says nothing.
+    return serve_engine(model, workload, CDBConfig(**settings, trace=model.device.type == "cpu"))
 
 
 def cdb_settings(model: PreTrainedModel, workload: Workload, **asked: Any) -> dict[str, Any]:

@@ -5,8 +5,8 @@ All systems serve the same requests, in turn; ratios are taken within a turn. Tw
 * **decode share**: speed-up over our own full depth in seconds per decoded token (steady state, prompts left out; the
   rule is that of `launches`), over the FLOP bound at the mean depth of the decoded tokens;
 * **end-to-end share**: speed-up over our own full depth in seconds of the whole run, over the prefill-adjusted bound
-  (arXiv 2608.09444): `1 / (P + (1 - P) w)` with `w = (1 / s - f) / (1 - f)`, where P is the share of prefill in the time
-  of the full-depth run, f the share of first tokens and s the FLOP bound.
+  (arXiv 2608.09444): `1 / (P + (1 - P) w)` with `w = (1 / s - f) / (1 - f)`, where P is the share of prefill in the
+  time of the full-depth run, f the share of first tokens and s the FLOP bound.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..adapters import adapter_for
 from ..kv_policy import POLICIES
 from ..stats import flop_bound
-from .launches import DecodeTime, Steady, decode_time, prefill_seconds, steady_state
+from .launches import decode_time, prefill_seconds, steady_state
 from .models import add_model_arguments, load_model, load_tokenizer
 from .ratios import Spread, in_turns
 from .report import (
@@ -57,7 +57,6 @@ FIGURES = (
     "prefill_share",
     "prefill_adjusted_bound",
     "end_to_end_share",
-    "steady_tokens_per_second",
     "steady_speedup",
 )
 
@@ -146,7 +145,7 @@ def measure(
 
 
 def compare(name: str, runs: dict[str, list[Run]], workload: Workload, width: int) -> dict[str, Any]:
-    """The figures of one system, ready for the table and the JSON.
+    """The figures of one system, ready for the table and the JSON; those of launches where launches were timed.
 
     Args:
         runs: by system its runs, one per turn; "full" among them.
@@ -160,11 +159,15 @@ def compare(name: str, runs: dict[str, list[Run]], workload: Workload, width: in
     stats = own[-1].stats
     if stats is None:
         return row
-    pairs = [_against_full(mine, theirs, width) for mine, theirs in zip(own, full, strict=True)]
-    for figure in pairs[0]:
-        row[figure] = Spread.of(pair[figure] for pair in pairs)
     row |= {"mean_depth": stats.mean_depth, "flop_bound": stats.flop_bound, "occupancy": stats.occupancy}
     row |= {"kv_bytes": stats.kv_bytes, "kv_bytes_outer": stats.kv_bytes_outer, "stats": stats.to_dict()}
+    if stats.trace is None:
+        return row
+    steady = [steady_state(run.stats.trace, width) for run in own]
+    row["steady_tokens_per_second"] = Spread.of(one and one.tokens_per_second for one in steady)
+    if name != "full":
+        pairs = [_against_full(mine, theirs, width) for mine, theirs in zip(own, full, strict=True)]
+        row |= {figure: Spread.of(pair[figure] for pair in pairs) for figure in FIGURES}
     return row
 
 
@@ -180,11 +183,10 @@ def _equal_tokens(own: Run, full: Run) -> float:
 
 def _against_full(own: Run, full: Run, width: int) -> dict[str, float | None]:
     """What one run of the engine is beside the full-depth run of the same turn; None where it was too short to say."""
-    times: list[DecodeTime | None] = [decode_time(run.stats.trace, width) for run in (own, full)]
-    steady: list[Steady | None] = [steady_state(run.stats.trace, width) for run in (own, full)]
+    times = [decode_time(run.stats.trace, width) for run in (own, full)]
+    steady = [steady_state(run.stats.trace, width) for run in (own, full)]
     figures: dict[str, float | None] = dict.fromkeys(FIGURES)
     if None not in steady:
-        figures["steady_tokens_per_second"] = steady[0].tokens_per_second
         figures["steady_speedup"] = steady[0].tokens_per_second / steady[1].tokens_per_second
     stats, full_depth = own.stats, full.stats.full_depth
     decoded = [depth for row in own.depths for depth in row[1:]]
@@ -218,9 +220,9 @@ def _print(arguments: argparse.Namespace, report: Report, rows: list[dict[str, A
     workload, model = report.content["workload"], report.content["model"]
     depths = arguments.mix or (f"recorded in {arguments.trace.name}" if arguments.trace else "the default mix")
     print(
-        f"{arguments.model}, {model['dtype']}, {arguments.threads} thread(s), {model['device']}, W = {arguments.width}, "
-        f"{workload['requests']} requests of {workload['prompt']['mean']:.0f} + {workload['new_tokens']['mean']:.0f} "
-        f"tokens, depths: {depths}, {arguments.turns} turn(s); median (range)\n"
+        f"{arguments.model}, {model['dtype']}, {model['device']}, {arguments.threads} thread(s), "
+        f"W = {arguments.width}, {workload['requests']} requests of {workload['prompt']['mean']:.0f} + "
+        f"{workload['new_tokens']['mean']:.0f} tokens, depths: {depths}, {arguments.turns} turn(s); median (range)\n"
     )
     used = {key: cell for key, cell in COLUMNS.items() if any(row.get(key) is not None for row in rows)}
     shown = [{heading: _shown(row.get(key)) for key, (heading, _) in used.items()} for row in rows]
@@ -244,4 +246,5 @@ def _draw(axes: Any, rows: list[dict[str, Any]]) -> None:
             axes.hlines(bound.median, index - 0.4, index + 0.4, colors="black", linestyles="dashed", label=label)
     axes.set_ylabel("speed-up over the engine at full depth")
     axes.tick_params(axis="x", rotation=20)
-    axes.legend()
+    axes.margins(y=0.2)
+    axes.legend(loc="upper left")
