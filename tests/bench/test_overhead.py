@@ -7,7 +7,7 @@ import torch
 
 from hf_cdb import CDBConfig
 from hf_cdb.bench.null_model import NullAdapter, NullSampler
-from hf_cdb.bench.overhead import PARTS, fit_line, measure
+from hf_cdb.bench.overhead import PARTS, fit_line, measure, measure_requests
 from hf_cdb.bench.part_clock import PartClock
 from hf_cdb.cli import main
 from hf_cdb.engine import Engine
@@ -112,6 +112,31 @@ def test_parts_make_up_the_launch(monkeypatch):
     assert all(entry["rows"] == 6 for entry in entries if entry["stage"] == "loop")
 
 
+def test_a_request_comes_and_goes(monkeypatch):
+    """On a clock that goes on by 7 s with every request that is queued and by 5 s with every one that ends."""
+    ticking, ended = Ticking(), []
+
+    def slow(name, seconds):
+        plain = getattr(Engine, name)
+
+        def method(self, argument):
+            ticking.now += seconds
+            ended.append(argument)
+            return plain(self, argument)
+
+        monkeypatch.setattr(Engine, name, method)
+
+    slow("add_request", 7)
+    slow("cancel", 5)
+    for module in ("part_clock", "null_model", "overhead"):
+        monkeypatch.setattr(f"hf_cdb.bench.{module}.time", ticking)
+    found = measure_requests(rows=4, prompt=3, hidden=4)
+    # and one second more in all: the look at the clock that ends it
+    assert (found["arrive"], found["end"]) == (7.25, 5.25)
+    assert found["enter"] > 0
+    assert sorted(ended[4:]) == [0, 1, 2, 3]
+
+
 def test_the_command(tmp_path, capsys):
     path = tmp_path / "overhead.json"
     arguments = ["--rows", "2", "8", "--launches", "4", "--hidden", "4", "--json", str(path)]
@@ -122,6 +147,7 @@ def test_the_command(tmp_path, capsys):
     assert content["settings"]["rows"] == [2, 8]
     assert set(content["fits_us"]) == {"prelude", "loop", "coda"}
     assert [entry["rows"] for entry in content["medians"] if entry["stage"] == "loop"] == [2, 8]
+    assert [entry["in_flight"] for entry in content["requests_seconds"]] == [2, 8]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ by who spends it; what goes to the stand-in for the model is left out.
 
 import argparse
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,13 +21,12 @@ import torch
 from ..config import CDBConfig
 from ..engine import Engine
 from ..request import Request
-from ..scheduler import Launch
 from ..trace import STAGES
 from .null_model import NullAdapter, NullSampler
 from .part_clock import PartClock
 from .report import Report, add_output_arguments, add_run_arguments, check_plot, markdown_table, save_plot, set_threads
 
-__all__ = ["PARTS", "Fit", "add_arguments", "fit_line", "measure", "run"]
+__all__ = ["PARTS", "Fit", "add_arguments", "fit_line", "measure", "measure_requests", "run"]
 
 # What a launch pays, in the order in which it does: choosing and committing it; spans, positions and places in the
 # cache; making one tensor of the rows' states; the exit rule with its read; taking the results in.
@@ -73,25 +73,54 @@ def measure(rows: int, launches: int, prompt: int = 8, hidden: int = 512, depth:
     Returns:
         For every launch its "stage", its "rows", and the seconds of every part of `PARTS`.
     """
-    adapter = NullAdapter(rows, hidden, depth, rows * prompt, seed)
-    config = CDBConfig(exit_rule="gate", exit_threshold=0.5, max_num_seqs=rows)
-    engine = Engine(adapter, config.resolve(adapter))
-    sampler = NullSampler()
-    for key in range(rows):
-        ids = torch.zeros(prompt, dtype=torch.long)
-        # A row gets at most one token a launch of the loop, so none ends while we measure.
-        engine.add_request(Request(key=key, row=key, max_new_tokens=launches + 3, sampler=sampler, prompt_ids=ids))
+    # A row gets at most one token a launch of the loop, so none ends while we measure.
+    engine, clock, requests = _engine(rows, launches + 3, prompt, hidden, depth, seed)
+    for request in requests:
+        engine.add_request(request)
     while engine.stats.launches["prelude"] < 2:  # until the prompts are through
         engine.step()
-    clock = _watch(engine, adapter, sampler)
     found = []
     while engine.stats.launches["loop"] < depth + launches + 1:
         clock.start("gather")
         launch = engine.step()
         parts = clock.stop()
-        found.append(_entry(launch, parts))
+        found.append(_entry(launch.stage, len(launch), parts))
     engine.close()
     return found[1:]  # the first one meets memory that the rule has yet to make
+
+
+def measure_requests(rows: int, prompt: int = 8, hidden: int = 512, depth: int = 4, seed: int = 0) -> dict[str, float]:
+    """What a request costs once, when `rows` of them come together and end in no order.
+
+    Returns:
+        Seconds a request: "arrive" in the queue, "enter" by the first launch, "end" and give its memory back.
+    """
+    engine, clock, requests = _engine(rows, 1, prompt, hidden, depth, seed)
+    began = time.perf_counter()
+    for request in requests:
+        engine.add_request(request)
+    arrived = time.perf_counter()
+    clock.start("gather")
+    engine.step()
+    entered = _entry("prelude", rows, clock.stop())["seconds"]
+    order = numpy.random.default_rng(seed).permutation(rows).tolist()
+    ending = time.perf_counter()
+    for key in order:
+        engine.cancel(key)
+    ended = time.perf_counter()
+    return {"arrive": (arrived - began) / rows, "enter": entered / rows, "end": (ended - ending) / rows}
+
+
+def _engine(
+    rows: int, new_tokens: int, prompt: int, hidden: int, depth: int, seed: int
+) -> tuple[Engine, PartClock, list[Request]]:
+    """An engine without a model, the clock that watches it, and the requests for it."""
+    adapter = NullAdapter(rows, hidden, depth, rows * prompt, seed)
+    config = CDBConfig(exit_rule="gate", exit_threshold=0.5, max_num_seqs=rows)
+    engine, sampler = Engine(adapter, config.resolve(adapter)), NullSampler()
+    ids = torch.zeros(prompt, dtype=torch.long)
+    requests = [Request(key, new_tokens, sampler, prompt_ids=ids, row=key) for key in range(rows)]
+    return engine, _watch(engine, adapter, sampler), requests
 
 
 def _watch(engine: Engine, adapter: NullAdapter, sampler: NullSampler) -> PartClock:
@@ -113,9 +142,9 @@ def _watch(engine: Engine, adapter: NullAdapter, sampler: NullSampler) -> PartCl
     return clock
 
 
-def _entry(launch: Launch, parts: dict[str, float]) -> dict:
+def _entry(stage: str, rows: int, parts: dict[str, float]) -> dict:
     own = {name: parts.get(name, 0.0) for name in PARTS}
-    return {"stage": launch.stage, "rows": len(launch), "seconds": sum(own.values()), **own}
+    return {"stage": stage, "rows": rows, "seconds": sum(own.values()), **own}
 
 
 def run(arguments: argparse.Namespace) -> dict:
@@ -141,9 +170,13 @@ def run(arguments: argparse.Namespace) -> dict:
         fits[stage] = fit_line([entry["rows"] for entry in own], [entry["us"] for entry in own])
         for before, after in pairwise(own):
             after["slope"] = (after["us"] - before["us"]) / (after["rows"] - before["rows"])
+    once = {name: value for name, value in sizes.items() if name != "launches"}
+    requests = [{"in_flight": rows, **measure_requests(rows, **once)} for rows in sorted(set(arguments.rows))]
     _print(arguments, medians, fits)
+    _print_requests(requests)
     report = Report(arguments)
     report.add("medians", medians)
+    report.add("requests_seconds", requests)
     report.add("fits_us", {stage: vars(fit) for stage, fit in fits.items()})
     report.write(arguments.json)
     save_plot(arguments.plot, lambda _, axes: _draw(axes, medians, fits))
@@ -188,6 +221,14 @@ def _print(arguments: argparse.Namespace, medians: list[dict], fits: dict[str, F
     ]
     print(markdown_table({"stage": "", "a us": ".1f", "b us a row": ".2f", "within target": ""}, lines))
     print(f"\ntarget: a <= {_TARGET_US['a']:.0f} us, b <= {_TARGET_US['b']:.0f} us a row")
+
+
+def _print_requests(requests: list[dict]) -> None:
+    print("\nOnce a request, microseconds: to be queued, to enter by the first launch, to end in no order.\n")
+    columns = {"in flight": "d", "arrive": ".0f", "enter": ".0f", "end": ".0f"}
+    stages = ("arrive", "enter", "end")
+    rows = [{"in flight": entry["in_flight"], **{name: 1e6 * entry[name] for name in stages}} for entry in requests]
+    print(markdown_table(columns, rows))
 
 
 def _draw(axes: Any, medians: list[dict], fits: dict[str, Fit]) -> None:
