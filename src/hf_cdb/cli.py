@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 from . import trace_command
-from .bench import overhead, quick, simulate, throughput
+from .bench import overhead, quick, simulate, step, throughput
 from .training import gate_command, tables_command, tiny_command
 
 __all__ = ["build_parser", "main"]
@@ -21,6 +21,7 @@ COMMANDS: dict[str, dict[str, tuple[str, Callable[[argparse.ArgumentParser], Non
     "trace": {"show": ("what a recorded run launched, as tables", trace_command.add_arguments)},
     "bench": {
         "throughput": ("tokens per second of the engine and of stock generation", throughput.add_arguments),
+        "step": ("time of one launch by rows and context", step.add_arguments),
         "quick": ("throughput at short prompts and outputs, in a few minutes", quick.add_arguments),
         "simulate": ("the scheduler against a cost table: throughput and latency", simulate.add_arguments),
         "overhead": ("time of a launch that the engine takes itself", overhead.add_arguments),
