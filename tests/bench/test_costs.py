@@ -61,6 +61,21 @@ def test_a_fit_finds_the_table_again_in_spite_of_outliers():
     assert found.loop.per_context == pytest.approx(1e-6, rel=0.1)
 
 
+def test_a_fit_is_as_good_for_short_launches_as_for_long_ones():
+    """One launch a width and context, from 1 ms to 1 s, gives the table itself."""
+    true = StageCost((1, 4, 16, 64, 256), (1e-3, 1.1e-3, 2e-3, 9e-3, 4e-2), per_context=1e-6)
+    launches = [
+        launch(stage, width, width, context * width, true(width, context * width))
+        for stage in ("prelude", "loop", "coda")
+        for width in true.widths
+        for context in (128, 512, 4096)
+    ]
+    found = CostTable.fit(launches, 4).loop
+    assert found.widths == true.widths
+    assert found.seconds == pytest.approx(true.seconds)
+    assert found.per_context == pytest.approx(true.per_context)
+
+
 def test_a_fit_needs_two_widths():
     launches = [launch(stage, 4, 4, 8, 1.0) for stage in ("prelude", "loop", "coda")]
     with pytest.raises(ValueError, match="prelude: launches of 1 different widths"):

@@ -11,7 +11,7 @@ from hf_cdb import CDBConfig
 from hf_cdb.adapters import adapter_for
 from hf_cdb.bench.costs import CostTable, StageCost
 from hf_cdb.bench.served import Served
-from hf_cdb.bench.serving import serve, with_depths
+from hf_cdb.bench.serving import serve_arrivals, with_depths
 from hf_cdb.bench.simulate import draw_arrivals
 from hf_cdb.bench.simulation import Settings, simulate
 from hf_cdb.bench.workloads import Workload
@@ -63,7 +63,7 @@ CASES = pairwise(
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_the_launches_are_those_of_the_engine(case):
     settings, workload = Settings(**case), random_workload()
-    _, real = serve(adapter_for(ToyModel()), settings, workload, [0.0] * len(workload), trace=True)
+    _, real = serve_arrivals(adapter_for(ToyModel()), settings, workload, [0.0] * len(workload), trace=True)
     simulated = Trace()
     simulate(ANY, settings, list(map(len, workload.prompts)), workload.depths, [0.0] * len(workload), simulated)
     assert shape(simulated) == shape(real)
@@ -146,7 +146,7 @@ def test_arrivals():
 
 def test_a_real_run_serves_what_came():
     workload = random_workload(seed=2, requests=5)
-    served, trace = serve(adapter_for(ToyModel()), Settings(2), workload, [0.0, 0.0, 0.0, 0.01, 0.05])
+    served, trace = serve_arrivals(adapter_for(ToyModel()), Settings(2), workload, [0.0, 0.0, 0.0, 0.01, 0.05])
     assert trace is None
     assert sum(count for _, count in served.tokens_at) == served.tokens == workload.tokens
     for times in zip(served.arrivals, served.admitted, served.first, served.finished, strict=True):
@@ -192,7 +192,7 @@ def test_the_command_on_this_machine(tmp_path, capsys):
 
 def test_costs_from_a_trace(tmp_path, capsys):
     workload = random_workload()
-    _, trace = serve(adapter_for(ToyModel()), Settings(4), workload, [0.0] * len(workload), trace=True)
+    _, trace = serve_arrivals(adapter_for(ToyModel()), Settings(4), workload, [0.0] * len(workload), trace=True)
     trace.save(tmp_path / "run.jsonl")
     path = tmp_path / "costs.json"
     arguments = ["--fit", str(tmp_path / "run.jsonl"), "--save-costs", str(path), "--new", "4"]

@@ -118,7 +118,7 @@ class CostTable:
     def fit(
         cls, launches: Iterable[TracedLaunch], full_depth: int, about: Mapping[str, Any] | None = None
     ) -> "CostTable":
-        """The table that explains launches which were run: robust least squares, see `fit_stage`.
+        """The table that explains launches which were run: robust least squares.
 
         Raises:
             ValueError: a stage did not run at two different widths.
@@ -162,8 +162,8 @@ class CostTable:
 
 
 def fit_stage(widths: list[int], contexts: list[int], seconds: list[float]) -> StageCost:
-    """A stage's costs from launches that were timed: the line between quantiles of the widths, and the slope of the
-    context, whose sum of squared residuals is least when launches far off it count little (Huber's weights).
+    """A stage's costs from launches that were timed: the line between their widths, or between quantiles of them where
+    they are many, and the slope of the context. Least squares of the relative residuals, outliers counting little.
 
     Raises:
         ValueError: fewer than two different widths.
@@ -173,30 +173,33 @@ def fit_stage(widths: list[int], contexts: list[int], seconds: list[float]) -> S
             f"launches of {len(set(widths))} different widths: two at least give a line. Time more, of other widths."
         )
     x, context, y = (numpy.asarray(values, float) for values in (widths, contexts, seconds))
-    knots = numpy.unique(numpy.quantile(x, numpy.linspace(0, 1, _SEGMENTS + 1), method="nearest"))
+    knots = numpy.unique(x)
+    if len(knots) > _SEGMENTS + 1:
+        knots = numpy.unique(numpy.quantile(x, numpy.linspace(0, 1, _SEGMENTS + 1), method="nearest"))
     # Column k is 1 at knot k, 0 at the others, and linear between: its factor is the seconds at the knot.
-    hats = numpy.stack([numpy.interp(x, knots, row) for row in numpy.eye(len(knots))], axis=1)
-    per_context = 0.0
-    if numpy.ptp(context) > 0:
-        *_, per_context = _robust(numpy.column_stack((hats, context)), y)
-        per_context = max(float(per_context), 0.0)
-    values = _robust(hats, y - per_context * context)
+    columns = [numpy.interp(x, knots, row) for row in numpy.eye(len(knots))]
+    factors = _robust(numpy.stack([*columns, context], axis=1), y)
+    if factors[-1] < 0 or numpy.ptp(context) == 0:
+        factors = numpy.append(_robust(numpy.stack(columns, axis=1), y), 0.0)
     # What noise puts below a narrower launch, or below nothing, costs as much as that one.
-    values = numpy.maximum.accumulate(numpy.maximum(values, y.min() / 2))
-    return StageCost(tuple(knots.astype(int).tolist()), tuple(values.tolist()), per_context)
+    values = numpy.maximum.accumulate(numpy.maximum(factors[:-1], y.min() / 2))
+    return StageCost(tuple(knots.astype(int).tolist()), tuple(values.tolist()), float(factors[-1]))
 
 
 def _robust(columns: numpy.ndarray, y: numpy.ndarray) -> numpy.ndarray:
-    """Factors of the columns that give `y`, by least squares whose weights fall with the residual (Huber 1964)."""
-    scale = numpy.abs(columns).max(axis=0)
+    """Factors of the columns that give `y`: least squares reweighted by what they give (relative residuals) and by how
+    far off a value is (Huber 1964)."""
+    scale = numpy.maximum(numpy.abs(columns).max(axis=0), 1e-300)
     weights = numpy.ones_like(y)
     for _ in range(_ROUNDS):
-        root = numpy.sqrt(weights)
-        factors, *_ = numpy.linalg.lstsq(columns / scale * root[:, None], y * root, rcond=None)
-        residuals = numpy.abs(y - columns / scale @ factors)
+        factors, *_ = numpy.linalg.lstsq(columns / scale * weights[:, None], y * weights, rcond=None)
+        given = columns / scale @ factors
+        # By what is given and not by what was seen: that would favour launches that noise made short.
+        given = numpy.maximum(given, y.min() / 2)
+        residuals = numpy.abs(y / given - 1)
         # 1.345 standard deviations, which is 1.4826 times the median residual for normal noise.
-        limit = max(1.345 * 1.4826 * float(numpy.median(residuals)), 1e-12)
-        weights = numpy.minimum(1.0, limit / numpy.maximum(residuals, 1e-15))
+        limit = max(1.345 * 1.4826 * float(numpy.median(residuals)), 1e-9)
+        weights = numpy.sqrt(numpy.minimum(1.0, limit / numpy.maximum(residuals, 1e-12))) / given
     return factors / scale
 
 

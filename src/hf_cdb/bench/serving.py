@@ -4,22 +4,20 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-import torch
-
 from ..adapters import LoopAdapter
 from ..config import CDBConfig
 from ..engine import Engine
 from ..request import Request
-from ..sampling import Sampler
 from ..trace import Trace
 from .served import Served
 from .simulation import Settings
+from .systems import greedy_requests
 from .workloads import Workload
 
-__all__ = ["serve", "with_depths"]
+__all__ = ["serve_arrivals", "with_depths"]
 
 
-def serve(
+def serve_arrivals(
     adapter: LoopAdapter, settings: Settings, workload: Workload, arrivals: Sequence[float], trace: bool = False
 ) -> tuple[Served, Trace | None]:
     """Run a workload whose depths are given, greedily; requests come when they are due.
@@ -33,6 +31,9 @@ def serve(
 
     Returns:
         What became of the requests, and the trace.
+
+    Raises:
+        RuntimeError: a request failed.
     """
     config = CDBConfig(
         exit_rule="replay",
@@ -44,12 +45,7 @@ def serve(
         trace=trace,
     )
     engine = Engine(adapter, config.resolve(adapter))
-    prompts = [torch.tensor(prompt) for prompt in workload.prompts]
-    sampler = Sampler([()] * len(prompts), prompts, do_sample=False)
-    requests = [
-        Request(key=row, row=row, max_new_tokens=new, sampler=sampler, prompt_ids=prompt)
-        for row, (prompt, new) in enumerate(zip(prompts, workload.new_tokens, strict=True))
-    ]
+    requests = greedy_requests(workload.prompts, workload.new_tokens)
     served = Served(settings.max_num_seqs, arrivals, workload.new_tokens)
     origin, coming = time.perf_counter(), 0
     while True:
@@ -62,6 +58,7 @@ def serve(
         ended = time.perf_counter() - origin
         if launch is None:
             if coming == len(requests):
+                _check(requests)
                 return served, engine.stats.trace
             time.sleep(max(0.0, arrivals[coming] - ended))
             continue
@@ -71,6 +68,12 @@ def serve(
             chunked = settings.prefill_chunk_size is not None
             tokens = [key for key in launch.keys if not chunked or requests[key].tokens]
         served.record(launch, began, ended, tokens, [key for key in tokens if requests[key].ended])
+
+
+def _check(requests: Sequence[Request]) -> None:
+    for request in requests:
+        if request.status != "finished":
+            raise RuntimeError(f"request {request.key} ended as {request.status}.") from request.error
 
 
 def with_depths(workload: Workload, depth: int) -> Workload:

@@ -21,7 +21,7 @@ from .costs import CostTable
 from .models import add_model_arguments, load_model, load_tokenizer
 from .report import Report, add_output_arguments, add_run_arguments, check_plot, markdown_table, save_plot, set_threads
 from .served import PERCENTILES, Served
-from .serving import serve, with_depths
+from .serving import serve_arrivals, with_depths
 from .simulation import Settings, simulate
 from .workloads import LIVE, Workload, add_workload_arguments, make_workload
 
@@ -201,13 +201,13 @@ def _measure(
         load_tokenizer(arguments.model) if arguments.data is not None else None,
     )
     at_once = [0.0] * len(drawn)
-    serve(adapter, systems[-1].settings, drawn, at_once)  # to warm up
+    serve_arrivals(adapter, systems[-1].settings, drawn, at_once)  # to warm up
     for _ in range(arguments.turns):
         for width, refill in product(sorted(set(arguments.width)) if calibrate else (), (True, False)):
             settings = Settings(width, refill=refill, prefill_chunk_size=arguments.chunk)
-            traces.append(serve(adapter, settings, drawn, at_once, trace=True)[1])
+            traces.append(serve_arrivals(adapter, settings, drawn, at_once, trace=True)[1])
         for system in systems if arguments.check else ():
-            run, _ = serve(adapter, system.settings, _depths_of(system, workload), arrivals)
+            run, _ = serve_arrivals(adapter, system.settings, _depths_of(system, workload), arrivals)
             served.setdefault(system, []).append(run)
     return traces, served
 
