@@ -402,8 +402,9 @@ def test_trace_records_every_launch(model):
     output = generate(model, {**EARLY, "trace": True, "max_num_seqs": 2}, return_dict_in_generate=True)
     trace = output.stats.trace
     assert len(trace) == sum(output.stats.launches.values())
-    assert sum(len(launch["rows"]) for launch in trace if launch["stage"] == "loop") == output.stats.rows["loop"]
-    assert trace[0] == {"stage": "prelude", "rows": [0, 1], "depths": [0, 0], "waiting": 1}
+    assert sum(len(launch.rows) for launch in trace if launch.stage == "loop") == output.stats.rows["loop"]
+    first = trace[0]
+    assert (first.stage, first.rows, first.depths, first.waiting) == ("prelude", (0, 1), (0, 0), 1)
     assert generate(model, EARLY, return_dict_in_generate=True).stats.trace is None
 
 

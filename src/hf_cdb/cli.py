@@ -5,7 +5,8 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
-from .bench import quick
+from . import trace_command
+from .bench import overhead, quick, simulate, step, throughput
 from .training import gate_command, tables_command, tiny_command
 
 __all__ = ["build_parser", "main"]
@@ -17,9 +18,21 @@ COMMANDS: dict[str, dict[str, tuple[str, Callable[[argparse.ArgumentParser], Non
         "gate": ("train an exit head of a looped model and save it beside the model", gate_command.add_arguments),
     },
     "measure": {"depth": ("quality by depth and by exit threshold, as tables", tables_command.add_arguments)},
-    "bench": {"quick": ("throughput of the engine on a random model, depths replayed", quick.add_arguments)},
+    "trace": {"show": ("what a recorded run launched, as tables", trace_command.add_arguments)},
+    "bench": {
+        "throughput": ("tokens per second of the engine and of stock generation", throughput.add_arguments),
+        "step": ("time of one launch by rows and context", step.add_arguments),
+        "quick": ("throughput at short prompts and outputs, in a few minutes", quick.add_arguments),
+        "simulate": ("the scheduler against a cost table: throughput and latency", simulate.add_arguments),
+        "overhead": ("time of a launch that the engine takes itself", overhead.add_arguments),
+    },
 }
-GROUPS = {"train": "train models", "measure": "measure quality", "bench": "measure speed"}
+GROUPS = {
+    "trace": "look at recorded runs",
+    "train": "train models",
+    "measure": "measure quality",
+    "bench": "measure speed",
+}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -46,7 +46,7 @@ class CDBConfig:
         seeds: for sampling, a seed per prompt, which alone decides the row's noise.
         prepack_weights: on the CPU, keep a copy of the weights in the order that multiplies fastest: True, False, or
             "auto": where the processor gains by it and a quarter of the free memory holds the copy.
-        trace: record every launch in `stats.trace`.
+        trace: record every launch in `stats.trace`, with the queues and times; `stats.save_trace` writes a file.
         progress: show a bar of finished rows.
 
     Raises:

@@ -1,5 +1,6 @@
 """The engine: schedule a launch, run it, commit it. Knows no generation config and no tokenizer."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from .prepack import PrepackedWeights
 from .request import Request
 from .scheduler import Launch, Scheduler
 from .stats import CDBStats
+from .trace import Trace
 
 __all__ = ["Engine"]
 
@@ -53,7 +55,7 @@ class Engine:
             once,
             per_loop,
             coda=adapter.coda_parameter_count(),
-            trace=[] if config.trace else None,
+            trace=Trace() if config.trace else None,
         )
         self._requests: dict[int, Request] = {}
         self._ended: list[Request] = []
@@ -118,9 +120,12 @@ class Engine:
         What a request's own processors and criteria raise ends that request as "failed". Any other error belongs to no
         single one: all that are left fail with it, and it is raised; the engine takes new requests after it.
         """
+        trace = self.stats.trace
+        began = 0.0 if trace is None else time.perf_counter()
         launch = self.scheduler.next()
         if launch is None:
             return None
+        before = () if trace is None else self._before(launch)
         stages = {"prelude": self._prelude, "loop": self._loop, "coda": self._coda}
         try:
             flags = stages[launch.stage](launch)
@@ -131,14 +136,21 @@ class Engine:
                 self.scheduler.cancel(key)  # some may have ended in this very launch
             self.scheduler.commit(launch)
             raise
-        self.stats.record(launch, self.scheduler.waiting)
+        self.stats.record(launch)
         self.scheduler.commit(launch, flags)
+        if trace is not None:
+            trace.record(launch, *before, began, time.perf_counter())
         return launch
 
     def run(self) -> None:
         """Run until no request is left."""
         while self.step() is not None:
             pass
+
+    def _before(self, launch: Launch) -> tuple[dict[str, int], int, int]:
+        """For the trace: the queues, the positions that the launch runs and those that its rows attend to."""
+        spans = self._spans([self._requests[key] for key in launch.keys], launch)
+        return self.scheduler.queues, sum(span.end - span.start for span in spans), sum(span.end for span in spans)
 
     def _prelude(self, launch: Launch) -> None:
         """New prompts and new tokens enter: embeddings, the layers before the loop, the start state."""

@@ -104,6 +104,16 @@ class Scheduler:
         """Requests that hold none yet."""
         return len(self._waiting)
 
+    @property
+    def queues(self) -> dict[str, int]:
+        """How many requests wait for a place, and how many rows are ready for the prelude, the loop and the coda."""
+        return {
+            "waiting": len(self._waiting),
+            "entering": len(self._entering),
+            "looping": len(self._looping),
+            "left": len(self._left),
+        }
+
     def add(self, key: int, max_depth: int, min_depth: int = 1, pieces: int = 1, cost: int = 0) -> None:
         """Queue a request.
 

@@ -2,9 +2,11 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .scheduler import Launch
+from .trace import Trace
 
 __all__ = ["CDBStats", "RowStats", "flop_bound"]
 
@@ -62,7 +64,7 @@ class CDBStats:
         once, per_loop: parameters that run once per token and per loop.
         coda: parameters of the layers after the loop and the head.
         asked: "launches" and "rows" of the coda that the exit rule asked for.
-        trace: with `CDBConfig(trace=True)` a dict for every launch: stage, rows, depths, waiting requests.
+        trace: with `CDBConfig(trace=True)` every launch: what ran, the queues, start and duration.
     """
 
     full_depth: int
@@ -77,22 +79,25 @@ class CDBStats:
     depths: Counter = field(default_factory=Counter)
     kv_bytes: int = 0
     kv_bytes_outer: int = 0
-    trace: list[dict[str, Any]] | None = None
+    trace: Trace | None = None
 
-    def record(self, launch: Launch, waiting: int) -> None:
+    def record(self, launch: Launch) -> None:
         """Count a launch that has run."""
         self.launches[launch.stage] += 1
         self.rows[launch.stage] += launch.chunks.count(0)
         self.widths.setdefault(launch.stage, Counter())[len(launch)] += 1
-        if self.trace is not None:
-            self.trace.append(
-                {
-                    "stage": launch.stage,
-                    "rows": list(launch.keys),
-                    "depths": list(launch.depths),
-                    "waiting": waiting,
-                }
+
+    def save_trace(self, path: str | Path, format: str | None = None) -> None:
+        """Write `trace` to a file, see `Trace.save`; `hf-cdb trace show` prints it.
+
+        Raises:
+            ValueError: nothing was traced, or the format is unknown.
+        """
+        if self.trace is None:
+            raise ValueError(
+                "there is no trace: this run did not record one. Set trace=True, as in cdb={'trace': True}."
             )
+        self.trace.save(path, format)
 
     @property
     def tokens(self) -> int:

@@ -1,0 +1,76 @@
+"""A stopwatch that always runs for exactly one part of the work."""
+
+import functools
+import time
+from collections import defaultdict
+from typing import Any
+
+__all__ = ["PartClock"]
+
+
+class PartClock:
+    """Shares out the time between `start` and `stop` among parts; every moment belongs to the innermost one.
+
+    A watched function costs two reads of the clock and a few dict entries, below a microsecond, which falls to the
+    parts themselves.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._stack: list[str] = []
+        self._since = 0.0
+
+    def start(self, part: str) -> None:
+        """Begin; what nobody else claims falls to `part`."""
+        self._seconds.clear()
+        self._stack = [part]
+        self._since = time.perf_counter()
+
+    def stop(self) -> dict[str, float]:
+        """End; seconds by part. They add up to the time since `start`."""
+        self._switch()
+        self._stack = []
+        return dict(self._seconds)
+
+    def enter(self, part: str) -> None:
+        """From now on time is spent by `part`."""
+        self._switch()
+        self._stack.append(part)
+
+    def leave(self, then: str | None = None) -> None:
+        """The part entered last is done; the one before it goes on, by the name `then` where one is given."""
+        self._switch()
+        self._stack.pop()
+        if then is not None:
+            self._stack[-1] = then
+
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Count time of `source` as that of `target`."""
+        self._seconds[source] -= seconds
+        self._seconds[target] += seconds
+
+    def watch(self, owner: Any, name: str, part: str, then: str | None = None) -> None:
+        """Have every call of the method `name` of this object count as `part`; see `leave` for `then`.
+
+        Raises:
+            AttributeError: the object has no such method.
+        """
+        method = getattr(owner, name)
+
+        @functools.wraps(method)
+        def watched(*args, **kwargs):
+            if not self._stack:
+                return method(*args, **kwargs)
+            self.enter(part)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.leave(then)
+
+        setattr(owner, name, watched)
+
+    def _switch(self) -> None:
+        now = time.perf_counter()
+        if self._stack:
+            self._seconds[self._stack[-1]] += now - self._since
+        self._since = now

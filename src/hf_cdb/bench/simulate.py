@@ -1,0 +1,286 @@
+"""The real scheduler against a cost table: throughput and latency for thousands of rows and hours of traffic.
+
+Costs come from a file, from traces of runs, or from short runs of a model on this machine. With `--check` the workload
+is then served for real, and what was predicted stands beside what was measured.
+"""
+
+import argparse
+import copy
+import dataclasses
+import statistics
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from ..adapters import LoopAdapter, adapter_for
+from ..trace import Trace
+from .costs import CostTable
+from .models import add_model_arguments, load_model, load_tokenizer
+from .report import Report, add_output_arguments, add_run_arguments, check_plot, markdown_table, save_plot, set_threads
+from .served import PERCENTILES, Served
+from .serving import serve_arrivals, with_depths
+from .simulation import Settings, simulate
+from .workloads import LIVE, Workload, add_workload_arguments, make_workload
+
+__all__ = ["System", "add_arguments", "run"]
+
+SYSTEMS = ("full depth", "no refill", "refill")
+_VOCABULARY = 8192  # of the ids of a workload that no model reads
+_CHECKED = {"tokens_per_second": 1.0, "ttft": 1e3, "normalised_latency": 1e3}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument("--costs", type=Path, metavar="FILE", help="a cost table in place of measuring the model")
+    parser.add_argument("--fit", type=Path, nargs="+", metavar="TRACE", help="fit the costs to traces of runs instead")
+    parser.add_argument("--save-costs", type=Path, metavar="FILE", help="write the cost table")
+    parser.add_argument("--width", type=int, nargs="+", default=[16], help="rows in flight, W (default 16)")
+    parser.add_argument("--coda", type=int, nargs="+", default=[1], help="values of min_coda_batch (default 1)")
+    parser.add_argument("--lookahead", type=int, nargs="+", choices=(0, 1), default=[0], help="values (default 0)")
+    parser.add_argument(
+        "--late-signal",
+        action="store_true",
+        help="with lookahead the signal is one of the loop that ran, so that every token runs a loop too many",
+    )
+    parser.add_argument("--chunk", type=int, help="positions of a prompt per launch at most")
+    parser.add_argument("--rate", type=float, help="requests a second, Poisson (default: all come at once)")
+    parser.add_argument("--minutes", type=float, help="of such traffic, in place of --requests")
+    parser.add_argument("--check", action="store_true", help="also serve the workload for real")
+    parser.add_argument("--turns", type=int, default=3, help="runs of each that are timed (default %(default)s)")
+    add_workload_arguments(parser)
+    add_run_arguments(parser)
+    add_output_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+@dataclass(frozen=True)
+class System:
+    """One line of the table: a name of `SYSTEMS` and its settings."""
+
+    name: str
+    settings: Settings
+
+
+def run(arguments: argparse.Namespace) -> dict:
+    """Find the costs, simulate every system, check where asked, print and write.
+
+    Raises:
+        ValueError: arguments out of their range, or that contradict each other.
+        FileNotFoundError: a file that is not there.
+    """
+    _check_arguments(arguments)
+    check_plot(arguments.plot)
+    set_threads(arguments.threads)
+    given = _given_costs(arguments)
+    measured = arguments.check or given is None
+    model = load_model(arguments.model, arguments.dtype, arguments.device) if measured else None
+    adapter = None if model is None else adapter_for(model)
+    depth = given.full_depth if adapter is None else adapter.full_depth
+    if given is not None and given.full_depth != depth:
+        raise ValueError(
+            f"the cost table is of {given.full_depth} loops, but {arguments.model} has {depth}. Choose the model that "
+            "it was measured on, or leave --check out."
+        )
+    workload = _workload(arguments, depth, adapter)
+    arrivals = draw_arrivals(len(workload), arguments.rate, arguments.seed)
+    systems = _systems(arguments)
+    traces, served = _measure(arguments, adapter, systems, workload, arrivals, given is None) if measured else ([], {})
+    costs = given or CostTable.fit([launch for trace in traces for launch in trace], depth, _about(arguments))
+    if arguments.save_costs is not None:
+        costs.save(arguments.save_costs)
+    rows = [_simulated(costs, system, workload, arrivals) for system in systems]
+    checks = [check for row, system in zip(rows, systems, strict=True) for check in _compare(row, served.get(system))]
+    _print(arguments, workload, rows, checks)
+    report = Report(arguments, model, workload.summary(), {"requests": len(workload)})
+    report.add("costs", asdict(costs))
+    report.add("systems", rows)
+    report.add("check", checks)
+    report.write(arguments.json)
+    save_plot(arguments.plot, lambda _, axes: _draw(axes, rows), panels=2)
+    return report.content
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    for name in ("width", "coda"):
+        if min(getattr(arguments, name)) < 1:
+            raise ValueError(f"{name}={getattr(arguments, name)}: choose at least 1.")
+    if arguments.turns < 1:
+        raise ValueError(f"turns={arguments.turns}: choose at least 1.")
+    if arguments.chunk is not None and arguments.chunk < 1:
+        raise ValueError(f"chunk={arguments.chunk}: choose at least 1.")
+    for name in ("rate", "minutes"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{name}={value}: choose a positive number.")
+    if arguments.minutes is not None and (arguments.rate is None or arguments.requests is not None):
+        raise ValueError(f"minutes={arguments.minutes} goes with --rate and without --requests.")
+    if arguments.costs is not None and arguments.fit is not None:
+        raise ValueError("--costs and --fit both say what launches cost. Give one of them.")
+    if arguments.mix == LIVE:
+        raise ValueError(f"mix={LIVE!r}: a simulation runs no model whose rule could decide. Name a mix, or --trace.")
+    if arguments.check and 1 in arguments.lookahead:
+        raise ValueError(
+            "lookahead=1 beside --check: a real run replays the depths, which lookahead does not shift. Leave one out."
+        )
+
+
+def _given_costs(arguments: argparse.Namespace) -> CostTable | None:
+    """The table that the command line names, or the one that fits the traces it names."""
+    if arguments.costs is not None:
+        return CostTable.load(arguments.costs)
+    if arguments.fit is None:
+        return None
+    launches = [launch for path in arguments.fit for launch in Trace.load(path)]
+    # Prompts run at full depth, so the deepest loop is the last one.
+    depth = max((max(launch.depths) for launch in launches if launch.stage == "loop"), default=1)
+    return CostTable.fit(launches, depth, {"fitted to": [path.name for path in arguments.fit]})
+
+
+def _workload(arguments: argparse.Namespace, depth: int, adapter: LoopAdapter | None) -> Workload:
+    requests = 8 * max(arguments.width)
+    if arguments.minutes is not None:
+        requests = max(1, round(60 * arguments.minutes * arguments.rate))
+    vocabulary = _VOCABULARY if adapter is None else adapter.vocab_size
+    tokenizer = load_tokenizer(arguments.model) if arguments.data is not None else None
+    return make_workload(arguments, requests, depth, vocabulary, tokenizer)
+
+
+def draw_arrivals(requests: int, rate: float | None, seed: int) -> list[float]:
+    """Seconds at which requests come: all at 0, or with exponential times between them, `rate` a second."""
+    if rate is None:
+        return [0.0] * requests
+    return numpy.random.default_rng([seed, 4]).exponential(1 / rate, size=requests).cumsum().tolist()
+
+
+def _systems(arguments: argparse.Namespace) -> list[System]:
+    found = []
+    for width in sorted(set(arguments.width)):
+        settings = Settings(width, prefill_chunk_size=arguments.chunk, late_signal=arguments.late_signal)
+        found.append(System("full depth", settings))
+        for lookahead in sorted(set(arguments.lookahead)):
+            own = dataclasses.replace(settings, lookahead=lookahead)
+            found.append(System("no refill", dataclasses.replace(own, refill=False)))
+            for coda in sorted(set(arguments.coda)):
+                found.append(System("refill", dataclasses.replace(own, min_coda_batch=coda)))
+    return found
+
+
+def _about(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in ("model", "dtype", "device", "threads")}
+
+
+def _depths_of(system: System, workload: Workload) -> Workload:
+    """Full depth is a matter of the requests, not of the scheduler."""
+    return with_depths(workload, workload.depths[0][0]) if system.name == "full depth" else workload
+
+
+def _measure(
+    arguments: argparse.Namespace,
+    adapter: LoopAdapter,
+    systems: list[System],
+    workload: Workload,
+    arrivals: list[float],
+    calibrate: bool,
+) -> tuple[list[Trace], dict[System, list[Served]]]:
+    """Time runs to fit costs to, and with `--check` the systems themselves, in turn.
+
+    The runs for the fit serve other requests, drawn with another seed: nothing is predicted from itself.
+    """
+    traces: list[Trace] = []
+    served: dict[System, list[Served]] = {}
+    other = copy.copy(arguments)
+    other.seed, other.requests = arguments.seed + 1, 4 * max(arguments.width)
+    drawn = make_workload(
+        other,
+        other.requests,
+        adapter.full_depth,
+        adapter.vocab_size,
+        load_tokenizer(arguments.model) if arguments.data is not None else None,
+    )
+    at_once = [0.0] * len(drawn)
+    serve_arrivals(adapter, systems[-1].settings, drawn, at_once)  # to warm up
+    for _ in range(arguments.turns):
+        for width, refill in product(sorted(set(arguments.width)) if calibrate else (), (True, False)):
+            settings = Settings(width, refill=refill, prefill_chunk_size=arguments.chunk)
+            traces.append(serve_arrivals(adapter, settings, drawn, at_once, trace=True)[1])
+        for system in systems if arguments.check else ():
+            run, _ = serve_arrivals(adapter, system.settings, _depths_of(system, workload), arrivals)
+            served.setdefault(system, []).append(run)
+    return traces, served
+
+
+def _simulated(costs: CostTable, system: System, workload: Workload, arrivals: list[float]) -> dict[str, Any]:
+    own = _depths_of(system, workload)
+    run = simulate(costs, system.settings, [len(prompt) for prompt in own.prompts], own.depths, arrivals)
+    return {"system": system.name, **asdict(system.settings), **run.figures()}
+
+
+def _compare(row: dict[str, Any], runs: list[Served] | None) -> list[dict[str, Any]]:
+    """What was predicted beside the median of what was measured, one entry a figure; none where nothing was."""
+    if runs is None:
+        return []
+    names = {"system": row["system"], "W": row["max_num_seqs"], "coda": row["min_coda_batch"]}
+    measured = [run.figures() for run in runs]
+    found = []
+    for figure, scale in _CHECKED.items():
+        for q in (None,) if figure == "tokens_per_second" else ("p50", "p99"):
+            predicted, *times = (
+                scale * (entry[figure] if q is None else entry[figure][q]) for entry in (row, *measured)
+            )
+            middle = statistics.median(times)
+            entry = {**names, "figure": figure.replace("_", " ") + (f" {q}, ms" if q else ""), "predicted": predicted}
+            entry |= {"measured": middle, "least": min(times), "most": max(times), "error": predicted / middle - 1}
+            found.append(entry)
+    return found
+
+
+def _print(arguments: argparse.Namespace, workload: Workload, rows: list[dict], checks: list[dict]) -> None:
+    summary = workload.summary()
+    arriving = "all at once" if arguments.rate is None else f"{arguments.rate:g} a second"
+    print(
+        f"{len(workload)} requests, {arriving}; prompts of {summary['prompt']['mean']:.0f} and "
+        f"{summary['new_tokens']['mean']:.0f} new tokens in the mean, mean depth {summary['mean_depth']:.2f}.\n"
+    )
+    columns = {"system": "", "W": "d", "coda": "d", "lookahead": "d", "tokens/s": ".0f", "steady": ".0f"}
+    columns |= {"speed-up": ".2f", "occupancy": ".2f"}
+    columns |= {f"{name} p{q}": ".1f" for name in ("TTFT", "TPOT", "latency") for q in PERCENTILES}
+    full = {row["max_num_seqs"]: row["tokens_per_second"] for row in rows if row["system"] == "full depth"}
+    lines = []
+    for row in rows:
+        line = {"system": row["system"], "W": row["max_num_seqs"], "coda": row["min_coda_batch"]}
+        line |= {"lookahead": row["lookahead"], "tokens/s": row["tokens_per_second"], "occupancy": row["occupancy"]}
+        line |= {"steady": row["steady_tokens_per_second"]}
+        line |= {"speed-up": row["tokens_per_second"] / full[row["max_num_seqs"]]}
+        for name, figure in (("TTFT", "ttft"), ("TPOT", "tpot"), ("latency", "normalised_latency")):
+            for q in PERCENTILES if row[figure] is not None else ():
+                line[f"{name} p{q}"] = 1e3 * row[figure][f"p{q}"]
+        lines.append(line)
+    print(markdown_table(columns, lines))
+    print("\nTTFT and TPOT in ms; latency: until the last token, ms a token; speed-up over full depth at the same W.")
+    if checks:
+        print(f"\nPrediction beside measurement, medians of {arguments.turns} runs:\n")
+        columns = {"system": "", "W": "d", "coda": "d", "figure": "", "predicted": ".1f", "measured": ".1f"}
+        print(markdown_table({**columns, "least": ".1f", "most": ".1f", "error": "+.1%"}, checks))
+
+
+def _draw(axes: Any, rows: list[dict]) -> None:
+    lines: dict[str, list[dict]] = {}
+    for row in rows:
+        name = row["system"]
+        if name != "full depth":
+            name += f", coda {row['min_coda_batch']}, lookahead {row['lookahead']}"
+        lines.setdefault(name, []).append(row)
+    for name, own in lines.items():
+        widths = [row["max_num_seqs"] for row in own]
+        axes[0].plot(widths, [row["tokens_per_second"] for row in own], "o-", label=name)
+        for q, style in (("p50", "o-"), ("p99", "o:")):
+            latency = [1e3 * row["normalised_latency"][q] for row in own]
+            (line,) = axes[1].plot(widths, latency, style, color=axes[0].lines[-1].get_color())
+            line.set_label(f"{name}, {q}")
+    axes[0].set(xscale="log", xlabel="rows in flight, W", ylabel="tokens per second")
+    axes[1].set(xscale="log", yscale="log", xlabel="rows in flight, W", ylabel="normalised latency, ms a token")
+    for part in axes:
+        part.legend(fontsize="small")

@@ -1,0 +1,312 @@
+"""`hf-cdb bench step`: seconds of one launch of the engine by width and context.
+
+W rows decode one token after another at full depth, each with a cache that was filled with random keys and values, so
+that no prompt has to run first. Every launch is a whole step of the engine, scheduling included. Keys and values have
+one slot here, whatever the policy: a launch reads one, and so longer contexts fit. What a token that leaves early
+copies into deeper slots is therefore not part of the coda.
+
+Three figures sum up the loop at the shortest context:
+
+* the **floor**, seconds of a launch of one row, most of which reads the weights;
+* the **slope**, seconds that a row adds between the two largest widths;
+* the **saturation width**, floor / slope: from there on rows cost more than weights, and wider launches gain little.
+
+The **attention share** is the part of a launch inside the attention function, which packs what it reads; storing new
+keys and values is not part of it.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from ..adapters import adapter_for
+from ..attention import DEPTH_ATTENTION, depth_attention
+from ..config import CDBConfig
+from ..engine import Engine
+from ..places import Span
+from ..request import Request
+from ..sampling import Sampler
+from ..trace import TracedLaunch
+from .costs import CostTable
+from .models import add_model_arguments, load_model
+from .report import Report, add_output_arguments, add_run_arguments, check_plot, markdown_table, save_plot, set_threads
+
+__all__ = ["Cell", "add_arguments", "measure_cell", "run", "summarise"]
+
+_FILL = 512  # positions of a cache that are written at once
+
+
+class Cell:
+    """Launches of one width and context.
+
+    Args:
+        width: rows.
+        context: positions of each row's cache, the new one left out.
+
+    Attributes:
+        seconds: by stage, of every launch that was timed.
+        attention: seconds inside the attention function, of the same launches.
+    """
+
+    def __init__(self, width: int, context: int):
+        self.width, self.context = width, context
+        self.seconds: dict[str, list[float]] = {"prelude": [], "loop": [], "coda": []}
+        self.attention: dict[str, list[float]] = {"prelude": [], "loop": [], "coda": []}
+
+    def median(self, stage: str) -> float:
+        """Seconds of a launch of the stage."""
+        return statistics.median(self.seconds[stage])
+
+    @property
+    def attention_share(self) -> float:
+        """Of the loop's launches, by medians."""
+        return statistics.median(self.attention["loop"]) / self.median("loop")
+
+    def launches(self) -> list[TracedLaunch]:
+        """One launch of each stage, as a trace would hold it, for `CostTable.fit`."""
+        rows, reads = tuple(range(self.width)), self.width * (self.context + 1)
+        return [
+            TracedLaunch(stage, rows, (1,) * self.width, self.width, reads, 0, 0, 0, 0, 0.0, self.median(stage))
+            for stage in self.seconds
+        ]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument("--width", type=int, nargs="+", default=[1, 4, 16, 64, 256], help="rows (default 1 to 256)")
+    contexts = [128, 512, 2048, 8192]
+    parser.add_argument("--context", type=int, nargs="+", default=contexts, help="of a row (default 128 to 8192)")
+    parser.add_argument("--turns", type=int, default=3, help="turns of all cells (default %(default)s)")
+    parser.add_argument(
+        "--memory", type=float, default=4.0, help="GiB of keys and values; what needs more is left out (default 4)"
+    )
+    parser.add_argument("--save-costs", type=Path, metavar="FILE", help="write the cost table, for bench simulate")
+    add_run_arguments(parser)
+    add_output_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure, print the tables, write what was asked for, and return the content of the JSON.
+
+    Raises:
+        ValueError: arguments out of range, or nothing that fits into the memory.
+    """
+    widths, contexts = sorted(set(arguments.width)), sorted(set(arguments.context))
+    for name, values in (("width", widths), ("context", contexts), ("turns", [arguments.turns])):
+        if values[0] < 1:
+            raise ValueError(f"{name}={values[0]}: choose at least 1.")
+    if len(widths) < 2:
+        raise ValueError(f"width={widths[0]} alone gives no slope. Choose at least two widths.")
+    check_plot(arguments.plot)
+    set_threads(arguments.threads)
+    model = load_model(arguments.model, arguments.dtype, arguments.device)
+    cells = [
+        Cell(width, context)
+        for context in contexts
+        for width in widths
+        if _fits(model, width, context, arguments.memory)
+    ]
+    if len({cell.width for cell in cells if cell.context == contexts[0]}) < 2:
+        raise ValueError(
+            f"memory={arguments.memory} GiB holds fewer than two widths of context {contexts[0]}. Allow more, or "
+            "choose shorter contexts."
+        )
+    for _ in range(arguments.turns):
+        for cell in cells:
+            measure_cell(model, cell, arguments.seed)
+
+    adapter = adapter_for(model)
+    about = {"command": "hf-cdb bench step", "model": arguments.model, "dtype": arguments.dtype}
+    launches = [launch for cell in cells for launch in cell.launches()]
+    costs = CostTable.fit(launches, adapter.full_depth, about)
+    summary = summarise(cells, adapter.parameter_counts()[1] * adapter.dtype.itemsize, costs)
+    report = Report(arguments, model, resolved={"width": widths, "context": contexts})
+    report.add("summary", summary)
+    report.add("cells", [_figures(cell) for cell in cells])
+    _print(arguments, cells, widths, contexts, summary)
+    report.write(arguments.json)
+    if arguments.save_costs is not None:
+        costs.save(arguments.save_costs)
+    save_plot(arguments.plot, lambda figure, axes: _draw(axes, cells, contexts), panels=2)
+    return report.content
+
+
+def _fits(model: PreTrainedModel, width: int, context: int, gibibytes: float) -> bool:
+    adapter = adapter_for(model)
+    layers = adapter.prelude_layers + adapter.core_layers + adapter.coda_layers
+    position = layers * 2 * adapter.kv_heads * adapter.head_dim * adapter.dtype.itemsize
+    return width * (context + 4) * position <= gibibytes * 2**30
+
+
+def measure_cell(model: PreTrainedModel, cell: Cell, seed: int = 0) -> None:
+    """Time the launches of two tokens of every row, after another one to warm up, and add them to the cell."""
+    adapter = adapter_for(model)
+    config = CDBConfig(exit_rule="never", kv_policy="modular", kv_slots=1, max_num_seqs=cell.width)
+    engine = Engine(adapter, config.resolve(adapter))
+    prompts = [torch.ones(1, dtype=torch.long)] * cell.width
+    sampler = Sampler([[] for _ in prompts], prompts, do_sample=False)
+    requests = [
+        Request(key=row, row=row, prompt_ids=prompt, max_new_tokens=cell.context + 4, sampler=sampler)
+        for row, prompt in enumerate(prompts)
+    ]
+    for request in requests:
+        engine.add_request(request)
+    with _AttentionClock() as clock:
+        _run_token(engine, clock)  # the prompt's, of one position: now every row has its place in the cache
+        _fill(engine, cell, seed)
+        for request in requests:
+            request.start, request.end = cell.context, cell.context + 1
+        _run_token(engine, clock)
+        for stage, seconds, attention in [*_run_token(engine, clock), *_run_token(engine, clock)]:
+            cell.seconds[stage].append(seconds)
+            cell.attention[stage].append(attention)
+    engine.close()
+
+
+def _run_token(engine: Engine, clock: "_AttentionClock") -> list[tuple[str, float, float]]:
+    """Run launches up to the next coda; of each its stage, its seconds, and those inside the attention function."""
+    found: list[tuple[str, float, float]] = []
+    while not found or found[-1][0] != "coda":
+        clock.seconds = 0.0
+        _synchronize(engine)
+        begin = time.perf_counter()
+        launch = engine.step()
+        _synchronize(engine)
+        found.append((launch.stage, time.perf_counter() - begin, clock.seconds))
+    return found
+
+
+def _synchronize(engine: Engine) -> None:
+    """Wait for an accelerator, on which launches return before they are done."""
+    if engine.adapter.device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def _fill(engine: Engine, cell: Cell, seed: int) -> None:
+    """Random keys and values in place of a prompt's: memory that nothing was written to reads faster than it should."""
+    adapter = engine.adapter
+    generator = torch.Generator(device=adapter.device).manual_seed(seed)
+    length = min(_FILL, cell.context)
+    shape = (1, adapter.kv_heads, length, adapter.head_dim)
+    new = torch.randn(shape, dtype=adapter.dtype, device=adapter.device, generator=generator)
+    for row in range(cell.width):
+        for start in range(0, cell.context, length):
+            span = Span(row, start, min(start + length, cell.context))
+            engine.cache.bind([span])
+            part = new[:, :, : span.end - span.start]
+            for layer_idx in range(adapter.prelude_layers + adapter.core_layers + adapter.coda_layers):
+                engine.cache.update(part, part, layer_idx)
+
+
+class _AttentionClock:
+    """Context manager that times the attention function of the engine.
+
+    Attributes:
+        seconds: inside it since this was set to 0.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> "_AttentionClock":
+        AttentionInterface.register(DEPTH_ATTENTION, self._timed)
+        return self
+
+    def __exit__(self, *error) -> None:
+        AttentionInterface.register(DEPTH_ATTENTION, depth_attention)
+
+    def _timed(self, *args, **kwargs):
+        begin = time.perf_counter()
+        try:
+            return depth_attention(*args, **kwargs)
+        finally:
+            self.seconds += time.perf_counter() - begin
+
+
+def summarise(cells: list[Cell], core_bytes: int, costs: CostTable) -> dict[str, float]:
+    """Floor, slope and saturation width of the loop at the shortest context; see the head of the module.
+
+    Args:
+        core_bytes: weights that a loop reads.
+        costs: fitted to the cells, for what a position of context costs.
+    """
+    context = min(cell.context for cell in cells)
+    line = sorted((cell.width, cell.median("loop")) for cell in cells if cell.context == context)
+    (first, floor), (before, lower), (last, upper) = line[0], line[-2], line[-1]
+    slope = (upper - lower) / (last - before)
+    return {
+        "context": context,
+        "floor_width": first,
+        "floor_seconds": floor,
+        "weight_bytes": core_bytes,
+        "weight_bytes_per_second": core_bytes / floor,
+        "slope_seconds": slope,
+        # Noise can make the wider launch the faster one; then nothing is saturated up to it.
+        "saturation_width": floor / slope if slope > 0 else None,
+        "context_seconds": costs.loop.per_context,
+    }
+
+
+def _figures(cell: Cell) -> dict[str, Any]:
+    """Ready for the JSON."""
+    return {
+        "width": cell.width,
+        "context": cell.context,
+        "median_seconds": {stage: cell.median(stage) for stage in cell.seconds},
+        "attention_share": cell.attention_share,
+        "seconds": cell.seconds,
+    }
+
+
+def _print(
+    arguments: argparse.Namespace, cells: list[Cell], widths: list[int], contexts: list[int], summary: dict[str, Any]
+) -> None:
+    by_place = {(cell.width, cell.context): cell for cell in cells}
+    print(
+        f"{arguments.model}, {arguments.dtype}, {arguments.device}, {arguments.threads} thread(s), {arguments.turns} "
+        "turn(s). One launch of the loop in milliseconds (share of attention in per cent), by rows and context:\n"
+    )
+    rows = []
+    for width in widths:
+        row: dict[str, Any] = {"rows": width}
+        for context in contexts:
+            cell = by_place.get((width, context))
+            if cell is not None:
+                row[str(context)] = f"{cell.median('loop') * 1e3:.2f} ({cell.attention_share * 100:.0f})"
+        shortest = by_place.get((width, contexts[0]))
+        if shortest is not None:
+            row["prelude"], row["coda"] = (shortest.median(stage) * 1e3 for stage in ("prelude", "coda"))
+        rows.append(row)
+    columns = {"rows": "d", **{str(context): "" for context in contexts}, "prelude": ".2f", "coda": ".2f"}
+    print(markdown_table(columns, rows))
+    saturation = summary["saturation_width"]
+    print(
+        f"\nAt context {summary['context']}: floor {summary['floor_seconds'] * 1e3:.2f} ms "
+        f"({summary['weight_bytes_per_second'] / 1e9:.1f} GB/s of weights), slope "
+        f"{summary['slope_seconds'] * 1e6:.0f} us a row, saturation width "
+        f"{'beyond what was measured' if saturation is None else f'{saturation:.0f}'}. "
+        f"A position of context costs {summary['context_seconds'] * 1e9:.1f} ns."
+    )
+    left_out = len(widths) * len(contexts) - len(cells)
+    if left_out:
+        print(f"{left_out} cell(s) left out: their keys and values need more than --memory {arguments.memory} GiB.")
+
+
+def _draw(axes: Any, cells: list[Cell], contexts: list[int]) -> None:
+    for context in contexts:
+        own = [cell for cell in cells if cell.context == context]
+        widths = [cell.width for cell in own]
+        axes[0].plot(widths, [cell.median("loop") * 1e3 for cell in own], marker="o", label=f"context {context}")
+        axes[1].plot(widths, [cell.attention_share for cell in own], marker="o", label=f"context {context}")
+    for panel, label in zip(axes, ("one launch of the loop, ms", "share of attention"), strict=True):
+        panel.set_xscale("log", base=2)
+        panel.set_xlabel("rows")
+        panel.set_ylabel(label)
+        panel.legend()
+    axes[0].set_yscale("log")

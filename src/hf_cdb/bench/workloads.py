@@ -1,0 +1,170 @@
+"""Workloads: prompts, output lengths and depths, the same for every system that a benchmark compares."""
+
+import argparse
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+from transformers import PreTrainedTokenizerBase
+
+from .conversations import LAYOUTS, read_conversations
+from .json_file import read_json
+from .lengths import draw_lengths, read_lengths
+from .mixes import MIXES, default_mix, depth_shares, draw_depths
+
+__all__ = ["LIVE", "Workload", "add_workload_arguments", "make_workload"]
+
+LIVE = "live"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests in the order in which they come.
+
+    Attributes:
+        prompts: token ids of each.
+        new_tokens: tokens that each is given, whatever they are: nothing ends a request earlier.
+        depths: for each a depth per new token, the first of them full depth; None leaves it to the model's own rule.
+    """
+
+    prompts: list[list[int]]
+    new_tokens: list[int]
+    depths: list[list[int]] | None
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens, all requests together."""
+        return sum(self.new_tokens)
+
+    def checksum(self) -> str:
+        """SHA-256 of ids, lengths and depths: equal for equal workloads, on every machine."""
+        return hashlib.sha256(json.dumps(asdict(self), separators=(",", ":")).encode()).hexdigest()
+
+    def summary(self) -> dict[str, Any]:
+        """What a report says about it."""
+        prompts = [len(prompt) for prompt in self.prompts]
+        summary = {"requests": len(self), "checksum": self.checksum()}
+        for name, lengths in (("prompt", prompts), ("new_tokens", self.new_tokens)):
+            summary[name] = {"mean": sum(lengths) / len(lengths), "least": min(lengths), "most": max(lengths)}
+        if self.depths is not None:
+            summary["mean_depth"] = sum(map(sum, self.depths)) / self.tokens
+        return summary
+
+    def save(self, path: Path, depths: Sequence[Sequence[int]], **about: Any) -> None:
+        """Write the requests with the depths that a run gave them, for `load`; `about` says where they come from."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {**about, "prompts": self.prompts, "depths": [list(row) for row in depths]}
+        path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path, full_depth: int, vocab_size: int, requests: int | None = None) -> "Workload":
+        """The recorded requests, or the first so many.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: it is no record, or one of a model with other loops or another vocabulary.
+        """
+        content = read_json(path, "trace")
+        try:
+            prompts, depths = content["prompts"][:requests], content["depths"][:requests]
+            good = 0 < len(prompts) == len(depths) and all(map(len, prompts)) and all(map(len, depths))
+        except (TypeError, KeyError):
+            good = False
+        if not good:
+            raise ValueError(
+                f"trace={str(path)!r} is no record of depths: it needs `prompts` and `depths`, as --record writes them."
+            )
+        if any(row[0] != full_depth or min(row) < 1 or max(row) > full_depth for row in depths):
+            raise ValueError(
+                f"trace={str(path)!r} was recorded on a model that does not have this one's {full_depth} loops: the "
+                "first depth of a request is full depth, and no other is deeper. Choose the model it was recorded on."
+            )
+        if max(map(max, prompts)) >= vocab_size or min(map(min, prompts)) < 0:
+            raise ValueError(f"trace={str(path)!r} holds token ids beyond the model's vocabulary of {vocab_size}.")
+        return cls(prompts, [len(row) for row in depths], depths)
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser, prompt: str = "16-64", new: str = "64") -> None:
+    """Arguments that `make_workload` reads. `--seed` is among those of `report.add_run_arguments`."""
+    spec = "N, N-M (uniform) or lognormal:MEDIAN:SIGMA:MOST"
+    parser.add_argument("--requests", type=int, help="requests at most (default 8 W)")
+    parser.add_argument("--prompt", default=prompt, help=f"tokens of a prompt, {spec} (default %(default)s)")
+    parser.add_argument("--new", default=new, help="new tokens of a request, the same forms (default %(default)s)")
+    parser.add_argument("--lengths", type=Path, metavar="FILE", help="both from a JSON list of [input, output] instead")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="prompts and lengths of their answers from a file")
+    parser.add_argument("--data-layout", choices=tuple(LAYOUTS), help="of --data (default: by its fields)")
+    parser.add_argument("--longest", type=int, default=1024, help="prompts and answers of --data are cut to this")
+    parser.add_argument(
+        "--mix",
+        help=f"depths: {', '.join(MIXES)}:MEAN, shares such as 1:.4,2:.6, or {LIVE} for the model's own exit rule "
+        "(default shallow-heavy; poisson-lognormal:6 for models of more than 8 loops)",
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="replay requests and depths that --record wrote")
+
+
+def make_workload(
+    arguments: argparse.Namespace,
+    requests: int,
+    full_depth: int,
+    vocab_size: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Workload:
+    """The workload that the command line asks for; the same for the same arguments.
+
+    Args:
+        arguments: of `add_workload_arguments`, and `seed`.
+        requests: where `--requests` is not given.
+        full_depth: R.
+        tokenizer: for `--data`.
+
+    Raises:
+        ValueError: arguments that contradict each other or name nothing.
+        FileNotFoundError: a file that is not there.
+    """
+    requests = requests if arguments.requests is None else arguments.requests
+    if requests < 1:
+        raise ValueError(f"requests={requests}: choose at least 1.")
+    sources = [name for name in ("lengths", "data", "trace") if getattr(arguments, name) is not None]
+    if len(sources) > 1:
+        raise ValueError(f"--{sources[0]} and --{sources[1]} both say what the requests are. Give one of them.")
+    if arguments.trace is not None:
+        if arguments.mix is not None:
+            raise ValueError(f"mix={arguments.mix!r} beside --trace, which holds the depths. Leave one of them out.")
+        return Workload.load(arguments.trace, full_depth, vocab_size, requests)
+    # A stream of random numbers for each, so that other depths leave the prompts as they are.
+    prompt_rng, new_rng, id_rng, depth_rng = (numpy.random.default_rng([arguments.seed, part]) for part in range(4))
+    if arguments.data is not None:
+        prompts, new_tokens = _from_texts(arguments, requests, vocab_size, tokenizer)
+    else:
+        if arguments.lengths is not None:
+            inputs, new_tokens = (lengths[:requests] for lengths in read_lengths(arguments.lengths))
+        else:
+            inputs = draw_lengths(arguments.prompt, requests, prompt_rng)
+            new_tokens = draw_lengths(arguments.new, requests, new_rng)
+        prompts = [id_rng.integers(1, vocab_size, size=length).tolist() for length in inputs]
+    mix = arguments.mix or default_mix(full_depth)
+    depths = None if mix == LIVE else draw_depths(depth_shares(mix, full_depth), new_tokens, full_depth, depth_rng)
+    return Workload(prompts, new_tokens, depths)
+
+
+def _from_texts(
+    arguments: argparse.Namespace, requests: int, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[list[list[int]], list[int]]:
+    """Ids of the prompts and lengths of the answers."""
+    if tokenizer is None:
+        raise ValueError("--data needs a tokenizer, and this benchmark has none. Give lengths by --lengths instead.")
+    if arguments.longest < 1:
+        raise ValueError(f"longest={arguments.longest}: choose at least 1.")
+    pairs = read_conversations(arguments.data, arguments.data_layout)[:requests]
+    prompts = [tokenizer(prompt).input_ids[: arguments.longest] for prompt, _ in pairs]
+    if max(map(max, prompts)) >= vocab_size:
+        raise ValueError(f"data={str(arguments.data)!r}: the tokenizer's ids exceed the vocabulary of {vocab_size}.")
+    answers = [len(tokenizer(answer, add_special_tokens=False).input_ids) for _, answer in pairs]
+    return prompts, [max(1, min(length, arguments.longest)) for length in answers]

@@ -1,0 +1,219 @@
+"""Simulated runs are the runs of the engine, launch by launch; times and percentiles by hand."""
+
+import json
+import math
+
+import numpy
+import pytest
+import torch
+
+from hf_cdb import CDBConfig
+from hf_cdb.adapters import adapter_for
+from hf_cdb.bench.costs import CostTable, StageCost
+from hf_cdb.bench.served import Served
+from hf_cdb.bench.serving import serve_arrivals, with_depths
+from hf_cdb.bench.simulate import draw_arrivals
+from hf_cdb.bench.simulation import Settings, simulate
+from hf_cdb.bench.workloads import Workload
+from hf_cdb.cli import main
+from hf_cdb.engine import Engine
+from hf_cdb.request import Request
+from hf_cdb.sampling import Sampler
+from hf_cdb.trace import Trace
+
+from ..pairwise import pairwise
+from ..toy import ToyModel, predict, toy_prompt
+
+# A launch of the prelude takes 1 s, of the loop 2 s + 0.5 s a token, of the coda 0.25 s.
+HAND = CostTable(2, StageCost((1, 9), (1.0, 1.0)), StageCost((1, 9), (2.5, 6.5)), StageCost((1, 9), (0.25, 0.25)))
+ANY = CostTable(4, *[StageCost((1, 2), (1.0, 1.5), 0.01)] * 3)
+
+
+@pytest.fixture(autouse=True)
+def _same_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def shape(trace):
+    """What ran, and what stood in the queues, without times."""
+    return [{name: value for name, value in x.to_dict().items() if name not in ("start", "duration")} for x in trace]
+
+
+def random_workload(seed=0, requests=11, full_depth=4):
+    rng = numpy.random.default_rng(seed)
+    prompts = [rng.integers(1, 200, size=length).tolist() for length in rng.integers(1, 9, size=requests)]
+    depths = [
+        [full_depth, *rng.integers(1, full_depth + 1, size=new - 1).tolist()] for new in rng.integers(1, 7, requests)
+    ]
+    return Workload(prompts, [len(row) for row in depths], depths)
+
+
+CASES = pairwise(
+    {
+        "max_num_seqs": [1, 2, 3, 5, 64],
+        "refill": [True, False],
+        "min_coda_batch": [1, 2, 4],
+        "prefill_chunk_size": [None, 1, 3],
+    }
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_the_launches_are_those_of_the_engine(case):
+    settings, workload = Settings(**case), random_workload()
+    _, real = serve_arrivals(adapter_for(ToyModel()), settings, workload, [0.0] * len(workload), trace=True)
+    simulated = Trace()
+    simulate(ANY, settings, list(map(len, workload.prompts)), workload.depths, [0.0] * len(workload), simulated)
+    assert shape(simulated) == shape(real)
+
+
+@pytest.mark.parametrize("min_coda_batch", [1, 3])
+def test_lookahead_is_that_of_the_engine(min_coda_batch):
+    """The toy's own gate, whose signal is of the loop that ran, decides one loop late."""
+    model, new = ToyModel(), 6
+    prompts = [toy_prompt(row + 1, row % 10, (3 * row) % 10) for row in range(5)]
+    adapter = adapter_for(model)
+    config = CDBConfig(exit_rule="gate", lookahead=1, max_num_seqs=3, min_coda_batch=min_coda_batch, trace=True)
+    engine = Engine(adapter, config.resolve(adapter))
+    sampler = Sampler([()] * 5, prompts, do_sample=False)
+    for row, prompt in enumerate(prompts):
+        engine.add_request(Request(key=row, row=row, max_new_tokens=new, sampler=sampler, prompt_ids=prompt))
+    engine.run()
+    enough = [predict(model.config, prompt.tolist(), new).exit_depths for prompt in prompts]
+    settings = Settings(3, min_coda_batch=min_coda_batch, lookahead=1, late_signal=True)
+    simulated = Trace()
+    simulate(ANY, settings, [2] * 5, enough, [0.0] * 5, simulated)
+    assert shape(simulated) == shape(engine.stats.trace)
+
+
+@pytest.mark.parametrize(("late", "executed"), [(False, [4, 2, 2, 3, 4]), (True, [4, 2, 3, 4, 4])])
+def test_depths_with_lookahead(late, executed):
+    """Depths 1, 2, 3, 4: a trained head loses the first loop only, a late signal one everywhere but at full depth."""
+    run = simulate(ANY, Settings(1, lookahead=1, late_signal=late), [1], [[4, 1, 2, 3, 4]], [0.0])
+    assert run.row_loops == sum(executed)
+
+
+def test_times_by_hand():
+    """Two requests, one row in flight: prompts of 3 and 1 tokens, 2 and 1 new ones; the second comes at 4 s."""
+    run = simulate(HAND, Settings(1), [3, 1], [[2, 1], [2]], [0.0, 4.0])
+    # 1 + 2 * 3.5 + 0.25 = 8.25, and 1 + 2.5 + 0.25 more; then 1 + 2 * 2.5 + 0.25
+    assert run.admitted == [0.0, 12.0]
+    assert run.first == [8.25, 18.25]
+    assert run.finished == [12.0, 18.25]
+    assert run.seconds == 18.25
+    figures = run.figures()
+    assert figures["tokens_per_second"] == pytest.approx(3 / 18.25)
+    assert figures["queue"] == pytest.approx({"p50": 4.0, "p90": 7.2, "p99": 7.92})  # of 0 and 8
+    assert figures["ttft"]["p50"] == pytest.approx((8.25 + 14.25) / 2)
+    assert figures["tpot"] == pytest.approx({"p50": 3.75, "p90": 3.75, "p99": 3.75})  # of the first request alone
+    assert figures["normalised_latency"]["p50"] == pytest.approx((12.0 / 2 + 14.25) / 2)
+    assert figures["launches"] == {"prelude": 3, "loop": 5, "coda": 3}
+    assert figures["occupancy"] == 1
+
+
+def test_idle_time_passes():
+    run = simulate(HAND, Settings(4), [1, 1], [[2], [2]], [0.0, 100.0])
+    assert run.first == [6.25, 106.25]
+
+
+def test_lookahead_hides_the_host():
+    stages = (HAND.prelude, HAND.loop, HAND.coda)
+    slow = CostTable(2, *stages, host_per_launch=0.5)
+    seconds = [simulate(slow, Settings(1, lookahead=lookahead), [1], [[2]], [0.0]).seconds for lookahead in (0, 1)]
+    assert seconds == pytest.approx(
+        [6.25 + 4 * 0.5, 6.25 + 0.25]
+    )  # only the coda is shorter than the host's half second
+
+
+def test_the_steady_state_by_hand():
+    served = Served(1, [0.0] * 5, [1] * 5)
+    served.admitted[:] = [0.0, 1.0, 2.0, 4.0, 8.0]
+    served.finished[:] = [1.0, 2.0, 4.0, 8.0, 9.0]
+    served.tokens_at[:] = [(1.0, 1), (2.0, 1), (4.0, 1), (8.0, 1), (9.0, 1)]
+    assert served.steady() == pytest.approx(2 / 6)  # after the second completion until the last admission
+    served.max_num_seqs = 3
+    assert served.steady() is None
+
+
+def test_arrivals():
+    assert draw_arrivals(3, None, 0) == [0.0, 0.0, 0.0]
+    arrivals = draw_arrivals(4000, 5.0, 1)
+    assert arrivals == sorted(arrivals) == draw_arrivals(4000, 5.0, 1)
+    assert arrivals[-1] == pytest.approx(4000 / 5, rel=0.1)
+
+
+def test_a_real_run_serves_what_came():
+    workload = random_workload(seed=2, requests=5)
+    served, trace = serve_arrivals(adapter_for(ToyModel()), Settings(2), workload, [0.0, 0.0, 0.0, 0.01, 0.05])
+    assert trace is None
+    assert sum(count for _, count in served.tokens_at) == served.tokens == workload.tokens
+    for times in zip(served.arrivals, served.admitted, served.first, served.finished, strict=True):
+        assert list(times) == sorted(times)
+        assert not any(map(math.isnan, times))
+    assert served.row_loops == sum(map(sum, workload.depths))
+    assert sum(map(sum, with_depths(workload, 4).depths)) == 4 * workload.tokens
+
+
+@pytest.fixture
+def table(tmp_path):
+    ANY.save(tmp_path / "costs.json")
+    return tmp_path / "costs.json"
+
+
+def test_the_command_on_a_table(table, tmp_path, capsys):
+    path = tmp_path / "out" / "figures.json"
+    sizes = ["--width", "2", "8", "--coda", "1", "3", "--lookahead", "0", "1", "--new", "4-9", "--requests", "30"]
+    assert main(["bench", "simulate", "--costs", str(table), *sizes, "--rate", "2", "--json", str(path)]) == 0
+    assert "30 requests, 2 a second" in capsys.readouterr().out
+    content = json.loads(path.read_text())
+    assert content["model"] is None
+    assert len(content["systems"]) == 2 * (1 + 2 * (1 + 2))
+    assert content["costs"]["loop"]["per_context"] == 0.01
+    fastest = {}
+    for row in content["systems"]:
+        assert row["tokens"] == content["systems"][0]["tokens"]
+        fastest.setdefault(row["system"], []).append(row["tokens_per_second"])
+    assert max(fastest["full depth"]) < max(fastest["no refill"]) < max(fastest["refill"])
+
+
+def test_the_command_on_this_machine(tmp_path, capsys):
+    costs, figures = tmp_path / "costs.json", tmp_path / "figures.json"
+    sizes = ["--model", "tiny-ouro", "--width", "2", "--prompt", "1-5", "--new", "3", "--requests", "4", "--turns", "1"]
+    outputs = ["--check", "--save-costs", str(costs), "--json", str(figures)]
+    assert main(["bench", "simulate", *sizes, *outputs]) == 0
+    assert "Prediction beside measurement" in capsys.readouterr().out
+    content = json.loads(figures.read_text())
+    checked = {(check["system"], check["figure"]) for check in content["check"]}
+    assert {("full depth", "tokens per second"), ("refill", "ttft p99, ms")} < checked
+    assert CostTable.load(costs).about["model"] == "tiny-ouro"
+
+
+def test_costs_from_a_trace(tmp_path, capsys):
+    workload = random_workload()
+    _, trace = serve_arrivals(adapter_for(ToyModel()), Settings(4), workload, [0.0] * len(workload), trace=True)
+    trace.save(tmp_path / "run.jsonl")
+    path = tmp_path / "costs.json"
+    arguments = ["--fit", str(tmp_path / "run.jsonl"), "--save-costs", str(path), "--new", "4"]
+    assert main(["bench", "simulate", *arguments]) == 0
+    assert CostTable.load(path) == CostTable.fit(trace, 4, {"fitted to": ["run.jsonl"]})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--width", "0"], "width=[0]: choose at least 1"),
+        (["--turns", "0"], "turns=0"),
+        (["--chunk", "0"], "chunk=0"),
+        (["--rate", "-1"], "rate=-1.0: choose a positive"),
+        (["--minutes", "3"], "minutes=3.0 goes with --rate"),
+        (["--mix", "live"], "runs no model whose rule could decide"),
+        (["--check", "--lookahead", "1"], "lookahead=1 beside --check"),
+        (["--fit", "run.jsonl"], "--costs and --fit both"),
+        (["--check", "--model", "tiny-huginn"], "the cost table is of 4 loops, but tiny-huginn has"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(arguments, words, table, capsys):
+    assert main(["bench", "simulate", "--costs", str(table), *arguments]) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,95 @@
+import json
+
+import pytest
+
+from hf_cdb.bench.systems import Run
+from hf_cdb.bench.throughput import compare, prefill_adjusted_bound
+from hf_cdb.bench.workloads import Workload
+from hf_cdb.cli import main
+from hf_cdb.stats import CDBStats
+
+from .test_launches import trace
+
+
+def test_the_prefill_adjusted_bound():
+    # Every token decoded, no prefill: the FLOP bound itself.
+    assert prefill_adjusted_bound(1.6, 0.0, 0.0) == pytest.approx(1.6)
+    # By hand: w = (1 / 1.6 - 0.1) / 0.9 = 0.58333, bound = 1 / (0.25 + 0.75 * 0.58333) = 1.45455.
+    assert prefill_adjusted_bound(1.6, 0.25, 0.1) == pytest.approx(16 / 11)
+    # Nothing can be gained where all is prefill.
+    assert prefill_adjusted_bound(1.6, 1.0, 0.1) == 1
+
+
+def engine_run(seconds, depth, launches):
+    stats = CDBStats(full_depth=2, max_num_seqs=1, once=100, per_loop=100, trace=trace(*launches, in_flight=1))
+    stats.depths.update([2, depth])
+    return Run(seconds, [[5, 6]], [[2, depth]], stats)
+
+
+def test_shares_by_hand():
+    """One request of two tokens: its prompt takes 10 s in both runs, a loop of a decoded token 3 s."""
+    prompt = [("prelude", (0,), 1.0), ("loop", (0,), 4.0), ("loop", (0,), 4.0), ("coda", (0,), 1.0)]
+    full = engine_run(18.0, 2, [*prompt, ("prelude", (0,), 1.0), *[("loop", (0,), 3.0)] * 2, ("coda", (0,), 1.0)])
+    shallow = engine_run(15.0, 1, [*prompt, ("prelude", (0,), 1.0), ("loop", (0,), 3.0), ("coda", (0,), 1.0)])
+    runs = {"full": [full], "refill": [shallow], "stock": [Run(20.0, [[5, 6]])]}
+    row = compare("refill", runs, Workload([[1]], [2], [[2, 1]]), 1)
+    assert row["tokens_per_second"] == pytest.approx(2 / 15)
+    assert row["speedup"].values == (18 / 15,)
+    assert row["speedup_over_stock"].values == (20 / 15,)
+    # A decoded token: 8 s at full depth, 5 s at depth 1. Its FLOP bound: (100 + 200) / (100 + 100).
+    assert row["decode_speedup"].median == pytest.approx(8 / 5)
+    assert row["decode_flop_bound"].median == pytest.approx(1.5)
+    assert row["decode_share"].median == pytest.approx(1.6 / 1.5)
+    # Prefill is 10 of 18 s; over both tokens the FLOP bound is 300 / 250, so w = (250 / 300 - 1 / 2) / (1 / 2) = 2 / 3.
+    assert row["prefill_share"].median == pytest.approx(10 / 18)
+    bound = 1 / (10 / 18 + 8 / 18 * 2 / 3)
+    assert row["prefill_adjusted_bound"].median == pytest.approx(bound)
+    assert row["end_to_end_share"].median == pytest.approx(1.2 / bound)
+    assert row["tokens_as_full_depth"] == 1
+    assert row["steady_speedup"] is None  # too few requests
+    assert "decode_share" not in compare("full", runs, Workload([[1]], [2], None), 1)
+
+
+SHORT = ["--width", "2", "--requests", "8", "--prompt", "2-3", "--new", "3-4", "--turns", "1"]
+
+
+def test_the_command(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="pictures are an extra, hf-cdb[bench]")
+    files = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]
+    assert main(["bench", "throughput", "--model", "tiny-ouro", *SHORT, *files]) == 0
+    printed = capsys.readouterr().out
+    for name in ("stock generate", "stock generate_batch", "engine, exits off", "cdb, no refill", "cdb, refill"):
+        assert f"| {name} |" in printed
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert len(content["workload"]["checksum"]) == 64
+    rows = {row["system"]: row for row in content["systems"]}
+    assert rows["cdb, refill"]["decode_share"]["median"] > 0
+    assert rows["stock generate"]["tokens_as_full_depth"] == 1
+    assert rows["cdb, refill"]["mean_depth"] == content["workload"]["mean_depth"]
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_a_recorded_run_is_replayed(tmp_path, capsys):
+    record = tmp_path / "depths.json"
+    live = ["--mix", "live", "--record", str(record), "--json", str(tmp_path / "a.json"), "--systems", "refill"]
+    assert main(["bench", "quick", "--model", "tiny-huginn", *SHORT, *live]) == 0
+    again = ["--trace", str(record), "--json", str(tmp_path / "b.json"), "--systems", "refill", "no-refill"]
+    assert main(["bench", "quick", "--model", "tiny-huginn", "--width", "2", "--turns", "1", *again]) == 0
+    first, second = (json.loads((tmp_path / name).read_text())["systems"] for name in ("a.json", "b.json"))
+    assert first[1]["mean_depth"] == second[1]["mean_depth"] == second[2]["mean_depth"] < 8
+    assert "recorded in depths.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--width", "0"], "width=0"),
+        (["--turns", "0"], "turns=0"),
+        (["--plot", "a.jpg"], "ends in .png"),
+        (["--exit-rule", "gate"], "Pass --mix live"),
+        (["--record", "a.json", "--systems", "stock"], "Add it to --systems"),
+    ],
+)
+def test_errors_are_one_line(words, message, capsys):
+    assert main(["bench", "throughput", "--model", "tiny-ouro", *words]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
