@@ -222,6 +222,41 @@ def test_a_criterion_that_raises_fails_its_row(ouro):
     assert torch.equal(caught.value.output[:2], generate(ouro, EARLY)[:2])
 
 
+@pytest.mark.parametrize(
+    "settings", [NEVER, EARLY, {**EARLY, "max_num_seqs": 2}, {**EARLY, "max_num_seqs": 1}], ids=str
+)
+def test_a_replayed_criterion_that_raises_fails_the_rows_that_it_is_asked_about(model, engines, settings):
+    """They keep what they had at that step, whatever the schedule; a row that had ended before has not failed."""
+    whole = generate(model, settings, return_dict_in_generate=True)
+    end = int(whole.sequences[1, 10])
+    first = whole.sequences[:, 9:].tolist()
+    lengths = [min(3, row.index(end) + 1) if end in row else 3 for row in first]
+
+    def spoilt(ids, scores):
+        if ids.shape[1] == 12:
+            raise KeyError("spoilt")
+        return False
+
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "eos_token_id": end}
+    with pytest.raises(RowsFailedError) as caught:
+        generate(model, settings, stopping_criteria=[spoilt], **options)
+    error, output = caught.value, caught.value.output
+    failed = [row for row in range(3) if end not in first[row][:3]]
+    assert failed
+    assert 1 not in failed
+    assert list(error.errors) == failed
+    assert {repr(cause) for cause in error.errors.values()} == {"KeyError('spoilt')"}
+    assert error.__cause__ is error.errors[failed[0]]
+    assert output.sequences.shape == (3, 12)
+    assert len(output.scores) == len(output.logits) == 3
+    for row, length in enumerate(lengths):
+        assert output.sequences[row, 9:].tolist() == first[row][:length] + [0] * (3 - length)
+        assert torch.equal(output.exit_depths[row, :length], whole.exit_depths[row, :length])
+        assert output.row_stats[row].status == ("failed" if row in failed else "finished")
+        assert output.row_stats[row].tokens == length
+    assert engines[-1].cache.core_bytes == engines[-1].cache.outer_bytes == len(engines[-1].scheduler) == 0
+
+
 def test_max_length_counts_the_padding(model):
     stock = generate(model, False, max_length=13, max_new_tokens=None)
     ours = generate(model, NEVER, max_length=13, max_new_tokens=None)

@@ -215,3 +215,22 @@ def test_names_that_nobody_knows(ouro, arguments, words):
     with pytest.raises(ValueError, match="not used by the model") as caught:
         generate(ouro, False, **arguments)
     assert "cdb=" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"cbd": True}, ["'cbd'", "Did you mean 'cdb'"]),
+        ({"cdb_confg": {}}, ["'cdb_confg'", "cdb={...}"]),
+        ({"cdb_treshold": 0.5}, ["cdb={'exit_threshold': ...}"]),
+        ({"max_num_seqs": 4}, ["cdb={'max_num_seqs': ...}"]),
+        ({"on_tokn": print}, ["Did you mean 'on_token'"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_misspelt_names_of_cdb_where_nothing_else_asks_for_it(model, arguments, words):
+    """A name that is cdb's gets the hint though cdb is not on; others get stock's message."""
+    refused(["not used by the model", *words], lambda: generate(model, None, **arguments))
+    with pytest.raises(ValueError, match="not used by the model") as caught:
+        generate(model, None, repetition_penality=1.2)
+    assert "Did you mean" not in str(caught.value)
