@@ -21,7 +21,8 @@ class Stops:
     * Other criteria of the user's are *replayed*: called on all rows, ended ones padded, in the order of the tokens as
       stock `generate` would, as soon as no row that runs has fewer tokens. Rows that are ahead by then lose what comes
       after the token that ends them (`CDBStats` counts what ran). Whether a criterion treats rows by itself is tried
-      first, see `trial`; it has to return a tensor with an entry for every row. What one raises fails every row that had not ended.
+      first, see `trial`; it has to return a tensor with an entry for every row. What one raises
+      fails every row that had not ended.
     * A time limit is looked at after every launch that yields tokens, so at least one row has one; it ends all rows,
       those that have not started included.
 
