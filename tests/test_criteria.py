@@ -12,23 +12,13 @@ from transformers.utils import logging
 from hf_cdb import RowsFailedError
 
 from .test_generation import letter_tokenizer
-from .tiny import RANDOM, assert_close, left_pad, prompts, random_ouro
+from .tiny import assert_close, left_pad, prompts
 
 IDS, MASK = left_pad(prompts(3, 9, 6))
 EARLY = {"exit_rule": "confidence", "exit_threshold": 0.1}
 NEVER = {"exit_rule": "never"}
 NO_END = 999  # with any end token stock pads rows that have ended; without one it goes on writing into them
 WIDTHS = (1, 64)
-
-
-@pytest.fixture(params=RANDOM)
-def model(request):
-    return RANDOM[request.param](eos_token_id=None, pad_token_id=0).double()
-
-
-@pytest.fixture
-def ouro():
-    return random_ouro(eos_token_id=None, pad_token_id=0).double()
 
 
 def generate(model, cdb, rows=slice(None), **options):

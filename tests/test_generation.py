@@ -19,11 +19,6 @@ IDS, MASK = left_pad(prompts(3, 9, 6))
 EARLY = {"exit_rule": "confidence", "exit_threshold": 0.1}
 
 
-@pytest.fixture(params=RANDOM)
-def model(request):
-    return RANDOM[request.param](eos_token_id=None, pad_token_id=0).double()
-
-
 def generate(model, cdb, ids=IDS, mask=MASK, **kwargs):
     kwargs = {"max_new_tokens": 8, "do_sample": False, **kwargs}
     return model.generate(ids, attention_mask=mask, cdb=cdb, **kwargs)

@@ -19,16 +19,6 @@ from .tiny import RANDOM, prompts, random_huginn, random_ouro
 OFF = {"exit_rule": "never"}
 
 
-@pytest.fixture(params=RANDOM)
-def model(request):
-    return RANDOM[request.param](eos_token_id=None, pad_token_id=0).double()
-
-
-@pytest.fixture
-def ouro():
-    return random_ouro(eos_token_id=None, pad_token_id=0).double()
-
-
 def test_pipeline_over_a_dataset(model):
     """Batches of the pipeline, return sequences, and the text of each prompt alone."""
     pipe = pipeline("text-generation", model=model, tokenizer=tiny_tokenizer())

@@ -19,22 +19,12 @@ from hf_cdb.engine import Engine
 from hf_cdb.request import Request
 from hf_cdb.sampling import Noise, Sampler
 
-from .tiny import RANDOM, left_pad, prompts, random_ouro
+from .tiny import left_pad, prompts, random_ouro
 from .toy import ToyModel, predict, toy_prompt
 
 IDS, MASK = left_pad(prompts(3, 9, 6))
 EARLY = {"exit_rule": "confidence", "exit_threshold": 0.1}
 NEVER = {"exit_rule": "never"}
-
-
-@pytest.fixture(params=RANDOM)
-def model(request):
-    return RANDOM[request.param](eos_token_id=None, pad_token_id=0).double()
-
-
-@pytest.fixture
-def ouro():
-    return random_ouro(eos_token_id=None, pad_token_id=0).double()
 
 
 def generate(model, cdb, rows=slice(None), seed=5, **options):

@@ -6,21 +6,11 @@ from transformers import WatermarkingConfig
 from transformers.utils import logging
 
 from .test_generation import refused
-from .tiny import RANDOM, left_pad, prompts, random_ouro
+from .tiny import RANDOM, left_pad, prompts
 
 IDS, MASK = left_pad(prompts(3, 9, 6))
 EARLY = {"exit_rule": "confidence", "exit_threshold": 0.1}
 NEVER = {"exit_rule": "never"}
-
-
-@pytest.fixture(params=RANDOM)
-def model(request):
-    return RANDOM[request.param](eos_token_id=None, bos_token_id=None, pad_token_id=0).double()
-
-
-@pytest.fixture
-def ouro():
-    return random_ouro(eos_token_id=None, bos_token_id=None, pad_token_id=0).double()
 
 
 def generate(model, cdb, ids=IDS, mask=MASK, **options):

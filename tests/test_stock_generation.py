@@ -15,7 +15,7 @@ from transformers.generation import LogitsProcessor
 from hf_cdb import CDBGenerationMixin, GenerateCDBOutput
 
 from .test_generation import refused
-from .tiny import RANDOM, assert_close, left_pad, prompts
+from .tiny import assert_close, left_pad, prompts
 
 ROWS = prompts(3, 9, 6)
 IDS, MASK = left_pad(ROWS)
@@ -45,11 +45,6 @@ ELSEWHERE = {
     "custom_logits_processor": "test_processors.test_a_user_s_processor_sees_each_row_as_if_alone",
     "watermarking, synthid": "test_options.test_works_as_stock_with_exits_off",
 }
-
-
-@pytest.fixture(params=RANDOM)
-def model(request):
-    return RANDOM[request.param](eos_token_id=None, bos_token_id=None, pad_token_id=0).double()
 
 
 def generate(model, cdb, ids=IDS, mask=MASK, seed=5, **options):

@@ -13,20 +13,10 @@ from hf_cdb import RowsFailedError, StreamPiece
 from hf_cdb.streaming import TextPieces
 
 from .test_generation import EARLY, IDS, MASK, generate, letter_tokenizer, refused
-from .tiny import RANDOM, prompts, random_ouro
+from .tiny import prompts
 
 ONE = prompts(6)[0][None]
 OFF = {"exit_rule": "never"}
-
-
-@pytest.fixture(params=RANDOM)
-def model(request):
-    return RANDOM[request.param](eos_token_id=None, pad_token_id=0).double()
-
-
-@pytest.fixture
-def ouro():
-    return random_ouro(eos_token_id=None, pad_token_id=0).double()
 
 
 def assert_left_clean(model, engines, before):
