@@ -289,19 +289,27 @@ def test_max_time_keeps_what_is_done(model, monkeypatch):
     assert torch.equal(generate(model, EARLY), whole.sequences)
 
 
-def test_a_stop_string_ends_only_the_row_that_holds_it(model):
-    """G-05: row 0 ends in the first half, row 1 begins with the second, row 2 holds both."""
+@pytest.mark.parametrize("first", range(3))
+@pytest.mark.parametrize("by", ["strings", "end"])
+def test_what_stops_a_row_stops_no_other(model, by, first):
+    """G-05: one row ends in the first half, the next begins with the second, one holds both; each in every place."""
     scripts = [[5, 5, 5, 5, 5, 4], [9, 5, 5, 5, 5, 5], [5, 4, 9, 5, 5, 5]]
+    scripts = scripts[first:] + scripts[:first]
 
     def scripted(prompt, ids):
         return [scripts[prompt][len(ids) - 9]]
 
     tokenizer = letter_tokenizer()
-    options = {"prefix_allowed_tokens_fn": scripted, "tokenizer": tokenizer, "max_new_tokens": 6}
-    stop = tokenizer.decode([4, 9])
+    options = {"prefix_allowed_tokens_fn": scripted, "max_new_tokens": 6}
+    if by == "strings":
+        options |= {"stop_strings": [tokenizer.decode([4, 9])], "tokenizer": tokenizer}
+        expected = [[5, 4, 9, 0, 0, 0] if row[1:3] == [4, 9] else row for row in scripts]
+    else:
+        options["eos_token_id"] = 9
+        ends = [row.index(9) + 1 if 9 in row else 6 for row in scripts]
+        expected = [row[:end] + [0] * (6 - end) for row, end in zip(scripts, ends, strict=True)]
     for cdb in (False, NEVER, {**EARLY, "max_num_seqs": 2}):
-        output = generate(model, cdb, stop_strings=[stop], **options)
-        assert output[:, 9:].tolist() == [scripts[0], scripts[1], [5, 4, 9, 0, 0, 0]]
+        assert generate(model, cdb, **options)[:, 9:].tolist() == expected
 
 
 def test_the_end_id_of_the_chat_format(ouro, monkeypatch):

@@ -22,5 +22,5 @@ def naming(path: Path, argument: str) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{argument}={str(path)!r} is no UTF-8 text ({error.reason}: {error.object[error.start]:#x}). Save it as such."
+            f"{argument}={str(path)!r} is no UTF-8 text ({error.reason}: {error.object[error.start]:#x}). Convert it."
         ) from error
