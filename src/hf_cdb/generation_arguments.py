@@ -130,11 +130,11 @@ def check_names(model: GenerationMixin, model_kwargs: dict[str, Any], of_cdb: bo
         of_cdb: only where that is one of cdb's; the others stock `generate` refuses in its own words.
     """
     for name, value in model_kwargs.items():
-        if of_cdb and not (name.startswith("cdb") or name in _SETTINGS or _meant(model, name) in _OURS):
-            continue
         try:
             model._validate_model_kwargs({name: value})
         except ValueError as error:
+            if of_cdb and not (name.startswith("cdb") or name in _SETTINGS or _meant(model, name) in _OURS):
+                continue
             raise ValueError(f"{error}.{_hint(model, name)}") from None
 
 
