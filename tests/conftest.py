@@ -10,6 +10,8 @@ import pytest
 import torch
 import transformers
 
+from .tiny import RANDOM
+
 torch.set_num_threads(1)
 # The same cases in every run: a failure of the tests is a failure of the change.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -26,6 +28,17 @@ def _seed():
 def _forget_warnings_shown_once():
     # warning_once would otherwise show a warning to the first test of a process only.
     transformers.utils.logging.warning_once.cache_clear()
+
+
+@pytest.fixture(params=RANDOM)
+def model(request):
+    """Each family with random weights in float64, without tokens that begin or end a sequence."""
+    return RANDOM[request.param](eos_token_id=None, bos_token_id=None, pad_token_id=0).double()
+
+
+@pytest.fixture
+def ouro():
+    return RANDOM["ouro"](eos_token_id=None, bos_token_id=None, pad_token_id=0).double()
 
 
 @pytest.fixture

@@ -12,23 +12,13 @@ from transformers.utils import logging
 from hf_cdb import RowsFailedError
 
 from .test_generation import letter_tokenizer
-from .tiny import RANDOM, assert_close, left_pad, prompts, random_ouro
+from .tiny import assert_close, left_pad, prompts
 
 IDS, MASK = left_pad(prompts(3, 9, 6))
 EARLY = {"exit_rule": "confidence", "exit_threshold": 0.1}
 NEVER = {"exit_rule": "never"}
 NO_END = 999  # with any end token stock pads rows that have ended; without one it goes on writing into them
 WIDTHS = (1, 64)
-
-
-@pytest.fixture(params=RANDOM)
-def model(request):
-    return RANDOM[request.param](eos_token_id=None, pad_token_id=0).double()
-
-
-@pytest.fixture
-def ouro():
-    return random_ouro(eos_token_id=None, pad_token_id=0).double()
 
 
 def generate(model, cdb, rows=slice(None), **options):
@@ -222,6 +212,41 @@ def test_a_criterion_that_raises_fails_its_row(ouro):
     assert torch.equal(caught.value.output[:2], generate(ouro, EARLY)[:2])
 
 
+@pytest.mark.parametrize(
+    "settings", [NEVER, EARLY, {**EARLY, "max_num_seqs": 2}, {**EARLY, "max_num_seqs": 1}], ids=str
+)
+def test_a_replayed_criterion_that_raises_fails_the_rows_that_it_is_asked_about(model, engines, settings):
+    """They keep what they had at that step, whatever the schedule; a row that had ended before has not failed."""
+    whole = generate(model, settings, return_dict_in_generate=True)
+    end = int(whole.sequences[1, 10])
+    first = whole.sequences[:, 9:].tolist()
+    lengths = [min(3, row.index(end) + 1) if end in row else 3 for row in first]
+
+    def spoilt(ids, scores):
+        if ids.shape[1] == 12:
+            raise KeyError("spoilt")
+        return False
+
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "eos_token_id": end}
+    with pytest.raises(RowsFailedError) as caught:
+        generate(model, settings, stopping_criteria=[spoilt], **options)
+    error, output = caught.value, caught.value.output
+    failed = [row for row in range(3) if end not in first[row][:3]]
+    assert failed
+    assert 1 not in failed
+    assert list(error.errors) == failed
+    assert {repr(cause) for cause in error.errors.values()} == {"KeyError('spoilt')"}
+    assert error.__cause__ is error.errors[failed[0]]
+    assert output.sequences.shape == (3, 12)
+    assert len(output.scores) == len(output.logits) == 3
+    for row, length in enumerate(lengths):
+        assert output.sequences[row, 9:].tolist() == first[row][:length] + [0] * (3 - length)
+        assert torch.equal(output.exit_depths[row, :length], whole.exit_depths[row, :length])
+        assert output.row_stats[row].status == ("failed" if row in failed else "finished")
+        assert output.row_stats[row].tokens == length
+    assert engines[-1].cache.core_bytes == engines[-1].cache.outer_bytes == len(engines[-1].scheduler) == 0
+
+
 def test_max_length_counts_the_padding(model):
     stock = generate(model, False, max_length=13, max_new_tokens=None)
     ours = generate(model, NEVER, max_length=13, max_new_tokens=None)
@@ -264,19 +289,27 @@ def test_max_time_keeps_what_is_done(model, monkeypatch):
     assert torch.equal(generate(model, EARLY), whole.sequences)
 
 
-def test_a_stop_string_ends_only_the_row_that_holds_it(model):
-    """G-05: row 0 ends in the first half, row 1 begins with the second, row 2 holds both."""
+@pytest.mark.parametrize("first", range(3))
+@pytest.mark.parametrize("by", ["strings", "end"])
+def test_what_stops_a_row_stops_no_other(model, by, first):
+    """G-05: one row ends in the first half, the next begins with the second, one holds both; each in every place."""
     scripts = [[5, 5, 5, 5, 5, 4], [9, 5, 5, 5, 5, 5], [5, 4, 9, 5, 5, 5]]
+    scripts = scripts[first:] + scripts[:first]
 
     def scripted(prompt, ids):
         return [scripts[prompt][len(ids) - 9]]
 
     tokenizer = letter_tokenizer()
-    options = {"prefix_allowed_tokens_fn": scripted, "tokenizer": tokenizer, "max_new_tokens": 6}
-    stop = tokenizer.decode([4, 9])
+    options = {"prefix_allowed_tokens_fn": scripted, "max_new_tokens": 6}
+    if by == "strings":
+        options |= {"stop_strings": [tokenizer.decode([4, 9])], "tokenizer": tokenizer}
+        expected = [[5, 4, 9, 0, 0, 0] if row[1:3] == [4, 9] else row for row in scripts]
+    else:
+        options["eos_token_id"] = 9
+        ends = [row.index(9) + 1 if 9 in row else 6 for row in scripts]
+        expected = [row[:end] + [0] * (6 - end) for row, end in zip(scripts, ends, strict=True)]
     for cdb in (False, NEVER, {**EARLY, "max_num_seqs": 2}):
-        output = generate(model, cdb, stop_strings=[stop], **options)
-        assert output[:, 9:].tolist() == [scripts[0], scripts[1], [5, 4, 9, 0, 0, 0]]
+        assert generate(model, cdb, **options)[:, 9:].tolist() == expected
 
 
 def test_the_end_id_of_the_chat_format(ouro, monkeypatch):

@@ -17,11 +17,6 @@ from .tiny import RANDOM, left_pad, prompts, random_huginn, random_ouro
 ROWS = prompts(3, 9, 6)
 
 
-@pytest.fixture
-def ouro():
-    return random_ouro(eos_token_id=None, pad_token_id=0).double()
-
-
 @pytest.mark.parametrize("family", [*RANDOM, "dory"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_nothing_differs_in_full_precision(family, dtype):

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_cdb import CDBConfig, attach_exit_head, enable_cdb, exit_heads, load_exit_head
 from hf_cdb.adapters import adapter_for
@@ -208,6 +208,21 @@ def test_a_head_saved_later_is_found_and_an_attached_one_comes_first(tmp_path):
     assert not (tmp_path / "other" / "exit_heads").exists()
 
 
+@pytest.mark.parametrize("family", ["ouro", "dory"])
+def test_new_weights_have_no_heads_though_their_config_names_a_folder(family, tmp_path):
+    """A head belongs to the weights that it was trained for; a copy of those keeps it."""
+    model = attach_exit_head(make_model(family), constant_head("same-step", *hazards(0.9, 0.9, 0.9)))
+    model.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    for new in (AutoModelForCausalLM.from_config(config), type(model)(config)):
+        assert new.name_or_path == str(tmp_path)
+        assert find_exit_head(new, "same-step") is None
+        assert find_exit_head(attach_exit_head(new, model._exit_heads["same-step"]), "same-step") is not None
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for one in (loaded, copy.deepcopy(loaded)):
+        assert find_exit_head(one, "same-step").width == 32
+
+
 def test_a_repository_is_asked_once(monkeypatch, tmp_path, caplog):
     import transformers
 
@@ -222,6 +237,8 @@ def test_a_repository_is_asked_once(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(exit_heads, "cached_file", cached_file)
     path = constant_head("same-step", *hazards(0.9, 0.9, 0.9)).save(tmp_path)
     model = make_model("ouro")
+    model.save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     model.name_or_path = "somebody/looped"
     transformers.utils.logging.enable_propagation()
     try:

@@ -14,19 +14,7 @@ from hf_cdb.sampling import Sampler
 
 from .test_generation import EARLY, IDS, MASK, generate
 from .test_streaming import assert_left_clean, stream
-from .tiny import RANDOM, random_ouro
 from .toy import ToyModel, predict, toy_prompt
-
-
-@pytest.fixture(params=RANDOM)
-def model(request):
-    return RANDOM[request.param](eos_token_id=None, pad_token_id=0).double()
-
-
-@pytest.fixture
-def ouro():
-    return random_ouro(eos_token_id=None, pad_token_id=0).double()
-
 
 DICT = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 

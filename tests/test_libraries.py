@@ -19,16 +19,6 @@ from .tiny import RANDOM, prompts, random_huginn, random_ouro
 OFF = {"exit_rule": "never"}
 
 
-@pytest.fixture(params=RANDOM)
-def model(request):
-    return RANDOM[request.param](eos_token_id=None, pad_token_id=0).double()
-
-
-@pytest.fixture
-def ouro():
-    return random_ouro(eos_token_id=None, pad_token_id=0).double()
-
-
 def test_pipeline_over_a_dataset(model):
     """Batches of the pipeline, return sequences, and the text of each prompt alone."""
     pipe = pipeline("text-generation", model=model, tokenizer=tiny_tokenizer())
@@ -94,17 +84,62 @@ def test_enabling_and_diagnosing_a_wrapped_model():
     assert diagnose(model, prompts(3, 5), cdb=EARLY, max_new_tokens=4).differences == []
 
 
-def test_prompt_tuning_is_refused(ouro):
-    """PEFT puts its virtual tokens where stock generate prepares its inputs, and the engine does not look there."""
-    from peft import PromptTuningConfig, get_peft_model
+# PEFT reads sizes off the config, where it knows their names; a prefix needs an entry for every loop and layer.
+HUGINN_SIZES = {"token_dim": 32, "num_attention_heads": 2}
+SIZES = {
+    ("PromptTuningConfig", "ouro"): {},
+    ("PromptTuningConfig", "huginn_raven"): {"num_layers": 4, **HUGINN_SIZES},
+    ("PrefixTuningConfig", "ouro"): {"num_layers": 2 * 4},
+    ("PrefixTuningConfig", "huginn_raven"): {"num_layers": 1 + 2 * 6 + 1, **HUGINN_SIZES},
+}
 
-    before = generate(ouro, EARLY)
-    model = get_peft_model(ouro, PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
-    options = {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": 3}
-    refused(
-        ["prepare_inputs_for_generation", "prompt tuning", "cdb=False"], lambda: model.generate(cdb=EARLY, **options)
-    )
-    assert torch.equal(generate(ouro, EARLY), before)
+
+def virtual_tokens(model, kind):
+    """PEFT's prompt learning, with virtual tokens that change what comes out."""
+    import peft
+
+    config = getattr(peft, kind)(num_virtual_tokens=3, task_type="CAUSAL_LM", **SIZES[kind, model.config.model_type])
+    model = peft.get_peft_model(model, config).eval()
+    for parameter in model.prompt_encoder.parameters():
+        torch.nn.init.normal_(parameter)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+@torch.no_grad()
+def test_virtual_tokens_of_peft(model, kind):
+    """Plain generate gives what whole passes of PEFT's model give; with cdb they are refused by name."""
+    before = generate(model, EARLY)
+    tuned = virtual_tokens(model.float(), kind)
+    options = {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": 5, "do_sample": False}
+    ids, mask = IDS, MASK
+    for _ in range(5):
+        token = tuned(input_ids=ids, attention_mask=mask).logits[:, -1:].argmax(-1)
+        ids, mask = torch.cat((ids, token), 1), torch.cat((mask, torch.ones_like(token)), 1)
+    assert not torch.equal(ids, generate(model, False, max_new_tokens=5))
+    for use_cache in (True, False):
+        assert torch.equal(tuned.generate(**options, use_cache=use_cache), ids)
+    words = ["prepare_inputs_for_generation", "prompt and prefix tuning", "cdb=False", "inputs_embeds"]
+    refused(words, lambda: tuned.generate(cdb=EARLY, **options))
+    assert torch.equal(generate(model.double(), EARLY), before)
+
+
+@torch.no_grad()
+def test_virtual_tokens_as_part_of_the_prompt(model):
+    """The way out that the refusal names."""
+    tuned = virtual_tokens(model.float(), "PromptTuningConfig")
+    plain = tuned.generate(input_ids=IDS, attention_mask=MASK, max_new_tokens=5, do_sample=False)
+    embeds = torch.cat((tuned.get_prompt(3), model.get_input_embeddings()(IDS)), dim=1)
+    mask = torch.cat((MASK.new_ones(3, 3), MASK), dim=1)
+
+    def run(cdb, rows=slice(None)):
+        options = {"inputs_embeds": embeds[rows], "attention_mask": mask[rows], "max_new_tokens": 5}
+        return tuned.get_base_model().generate(**options, do_sample=False, cdb=cdb)
+
+    assert torch.equal(run(OFF), plain[:, 9:])
+    early = run(EARLY)
+    for row in range(3):
+        assert torch.equal(run(EARLY, slice(row, row + 1))[0], early[row])
 
 
 def test_rows_with_adapters_of_their_own_are_refused(ouro):

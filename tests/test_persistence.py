@@ -14,17 +14,6 @@ from hf_cdb.exits import Gate
 
 from .dory import random_dory
 from .test_generation import EARLY, IDS, MASK, generate, refused
-from .tiny import RANDOM, random_ouro
-
-
-@pytest.fixture(params=RANDOM)
-def model(request):
-    return RANDOM[request.param](eos_token_id=None, pad_token_id=0).double()
-
-
-@pytest.fixture
-def ouro():
-    return random_ouro(eos_token_id=None, pad_token_id=0).double()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
 )
 from transformers.utils import logging
 
@@ -19,22 +20,12 @@ from hf_cdb.engine import Engine
 from hf_cdb.request import Request
 from hf_cdb.sampling import Noise, Sampler
 
-from .tiny import RANDOM, left_pad, prompts, random_ouro
+from .tiny import left_pad, prompts, random_ouro
 from .toy import ToyModel, predict, toy_prompt
 
 IDS, MASK = left_pad(prompts(3, 9, 6))
 EARLY = {"exit_rule": "confidence", "exit_threshold": 0.1}
 NEVER = {"exit_rule": "never"}
-
-
-@pytest.fixture(params=RANDOM)
-def model(request):
-    return RANDOM[request.param](eos_token_id=None, pad_token_id=0).double()
-
-
-@pytest.fixture
-def ouro():
-    return random_ouro(eos_token_id=None, pad_token_id=0).double()
 
 
 def generate(model, cdb, rows=slice(None), seed=5, **options):
@@ -345,27 +336,58 @@ def test_pending_noise_is_bounded(model, monkeypatch):
     assert torch.equal(bounded, generate(model, settings, **options))
 
 
-def test_greedy_and_sampled_requests_share_an_engine():
-    """F-01: in one batch of flat logits every request is greedy or samples as it was asked to, as it does alone."""
-    model = ToyModel(peak=0.0)
+@pytest.mark.parametrize("peak", [0.0, 6.0])
+def test_requests_of_every_kind_share_an_engine(peak):
+    """F-01: each is greedy, or samples at its own temperature, as it was asked to and as it does alone."""
+    model = ToyModel(peak=peak)
     adapter = adapter_for(model)
     prompt = toy_prompt(1, 3, 4)
+    temperatures = {"greedy": None, "sampled": 1.0, "hot": 4.0, "cold": 1e-6}
 
     def run(kinds):
         engine = Engine(adapter, CDBConfig().resolve(adapter))
         requests = []
         for key, kind in enumerate(kinds):
-            noise = Noise(None, adapter.vocab_size, torch.device("cpu")) if kind == "sampled" else None
-            sampler = Sampler([[]], [prompt], do_sample=kind == "sampled", noise=noise)
+            sampled = temperatures[kind] is not None
+            processors = [TemperatureLogitsWarper(temperatures[kind])] if sampled else []
+            noise = Noise(None, adapter.vocab_size, torch.device("cpu")) if sampled else None
+            sampler = Sampler([processors], [prompt], do_sample=sampled, noise=noise)
             requests.append(Request(key, 20, sampler, prompt_ids=prompt, seed=9))
             engine.add_request(requests[-1])
         engine.run()
-        return [request.tokens for request in requests]
+        return {kind: request.tokens for kind, request in zip(kinds, requests, strict=True)}
 
-    greedy, sampled = run(["greedy", "sampled"])
-    assert greedy == run(["greedy"])[0] == predict(model.config, prompt.tolist(), 20).tokens
-    assert sampled == run(["sampled"])[0]
-    assert len(set(sampled)) > 10
+    together = run(list(temperatures))
+    assert together == {kind: run([kind])[kind] for kind in temperatures}
+    assert together["greedy"] == together["cold"] == predict(model.config, prompt.tolist(), 20).tokens
+    assert len(set(together["hot"])) > 10
+    assert together["sampled"] != together["greedy"]
+    # Where all logits are the same no temperature changes them.
+    assert (together["sampled"] == together["hot"]) == (peak == 0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 5.0},
+        {"no_repeat_ngram_size": 2, "max_new_tokens": 30},
+        {"min_new_tokens": 4, "eos_token_id": list(range(1, 50, 4))},
+        {"sequence_bias": {(4,): 20.0, (4, 9): 40.0, (1, 2, 3): -3.0}},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_processors_that_need_the_history_have_it(model, options):
+    """F-04: a ragged batch gives what stock gives each row by itself."""
+    name = next(iter(options))
+    ours = generate(model, {**NEVER, "max_num_seqs": 2}, **options)
+    differs = False
+    for row in range(3):
+        alone = generate(model, False, slice(row, row + 1), **options)
+        without = generate(model, False, slice(row, row + 1), **{k: v for k, v in options.items() if k != name})
+        assert torch.equal(ours[row, : alone.shape[1]], alone[0])
+        assert not ours[row, alone.shape[1] :].any()
+        differs = differs or not torch.equal(alone, without)
+    assert differs, "the processor changes nothing"
 
 
 @pytest.mark.parametrize("form", ["method", "partial", "list"])

@@ -6,21 +6,11 @@ from transformers import WatermarkingConfig
 from transformers.utils import logging
 
 from .test_generation import refused
-from .tiny import RANDOM, left_pad, prompts, random_ouro
+from .tiny import RANDOM, left_pad, prompts
 
 IDS, MASK = left_pad(prompts(3, 9, 6))
 EARLY = {"exit_rule": "confidence", "exit_threshold": 0.1}
 NEVER = {"exit_rule": "never"}
-
-
-@pytest.fixture(params=RANDOM)
-def model(request):
-    return RANDOM[request.param](eos_token_id=None, bos_token_id=None, pad_token_id=0).double()
-
-
-@pytest.fixture
-def ouro():
-    return random_ouro(eos_token_id=None, bos_token_id=None, pad_token_id=0).double()
 
 
 def generate(model, cdb, ids=IDS, mask=MASK, **options):
@@ -215,3 +205,22 @@ def test_names_that_nobody_knows(ouro, arguments, words):
     with pytest.raises(ValueError, match="not used by the model") as caught:
         generate(ouro, False, **arguments)
     assert "cdb=" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"cbd": True}, ["'cbd'", "Did you mean 'cdb'"]),
+        ({"cdb_confg": {}}, ["'cdb_confg'", "cdb={...}"]),
+        ({"cdb_treshold": 0.5}, ["cdb={'exit_threshold': ...}"]),
+        ({"max_num_seqs": 4}, ["cdb={'max_num_seqs': ...}"]),
+        ({"on_tokn": print}, ["Did you mean 'on_token'"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_misspelt_names_of_cdb_where_nothing_else_asks_for_it(model, arguments, words):
+    """A name that is cdb's gets the hint though cdb is not on; others get stock's message."""
+    refused(["not used by the model", *words], lambda: generate(model, None, **arguments))
+    with pytest.raises(ValueError, match="not used by the model") as caught:
+        generate(model, None, repetition_penality=1.2)
+    assert "Did you mean" not in str(caught.value)

@@ -9,24 +9,14 @@ import torch
 from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
-from hf_cdb import StreamPiece
+from hf_cdb import RowsFailedError, StreamPiece
 from hf_cdb.streaming import TextPieces
 
 from .test_generation import EARLY, IDS, MASK, generate, letter_tokenizer, refused
-from .tiny import RANDOM, prompts, random_ouro
+from .tiny import prompts
 
 ONE = prompts(6)[0][None]
 OFF = {"exit_rule": "never"}
-
-
-@pytest.fixture(params=RANDOM)
-def model(request):
-    return RANDOM[request.param](eos_token_id=None, pad_token_id=0).double()
-
-
-@pytest.fixture
-def ouro():
-    return random_ouro(eos_token_id=None, pad_token_id=0).double()
 
 
 def assert_left_clean(model, engines, before):
@@ -131,6 +121,40 @@ def test_the_reader_of_a_streamer_is_told_when_the_model_fails(ouro):
     handle.remove()
     assert streamer.given[0] == ONE.tolist()
     assert streamer.given[-1] == "end"
+
+
+REFUSALS = {
+    "a setting": ({"exit_treshold": 0.5}, {}),
+    "an option": (EARLY, {"num_beams": 2}),
+    "an early argument": (EARLY, {"output_attentions": True}),
+    "a name": (EARLY, {"max_new_token": 4}),
+    "a callback": (EARLY, {"on_token": 3}),
+    "rows": (EARLY, {"do_sample": True, "num_return_sequences": 2}),
+    "a mask": (EARLY, {"mask": torch.zeros_like(ONE)}),
+    "a processor": (EARLY, {"logits_processor": [3]}),
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_the_reader_of_a_streamer_is_told_when_the_call_is_refused(ouro, refusal):
+    """Once, and a thread that reads comes to its end without a timeout."""
+    cdb, options = REFUSALS[refusal]
+    options = {"mask": None, **options}
+    for streamer in (Recorder(), TextIteratorStreamer(letter_tokenizer())):
+        with pytest.raises((ValueError, RowsFailedError)):
+            generate(ouro, cdb, ONE, streamer=streamer, **options)
+        if isinstance(streamer, Recorder):
+            assert streamer.given.count("end") == 1
+            assert streamer.given[-1] == "end"
+            continue
+        read = threading.Thread(target=lambda streamer=streamer: list(streamer), daemon=True)
+        read.start()
+        read.join(timeout=60)
+        assert not read.is_alive()
+
+
+def test_a_streamer_beside_the_iterator_is_refused(ouro):
+    refused(["streamer=", "generate_stream"], lambda: stream(ouro, EARLY, ONE, None, streamer=Recorder()))
 
 
 @pytest.mark.parametrize("settings", [EARLY, {**EARLY, "max_num_seqs": 2}, {**OFF, "prefill_chunk_size": 2}])

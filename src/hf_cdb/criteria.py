@@ -21,7 +21,8 @@ class Stops:
     * Other criteria of the user's are *replayed*: called on all rows, ended ones padded, in the order of the tokens as
       stock `generate` would, as soon as no row that runs has fewer tokens. Rows that are ahead by then lose what comes
       after the token that ends them (`CDBStats` counts what ran). Whether a criterion treats rows by itself is tried
-      first, see `trial`; it has to return a tensor with an entry for every row.
+      first, see `trial`; it has to return a tensor with an entry for every row. What one raises
+      fails every row that had not ended.
     * A time limit is looked at after every launch that yields tokens, so at least one row has one; it ends all rows,
       those that have not started included.
 
@@ -101,12 +102,25 @@ class Stops:
                     engine.cancel(request.key)
         while self._replayed and self._step < _front(requests):
             self._step += 1
-            for request, done in zip(requests, self._replay(requests), strict=True):
+            try:
+                done_rows = self._replay(requests)
+            except Exception as error:  # whatever a criterion raises; it is asked about all rows, so it is theirs
+                self._fail(engine, requests, error)
+                return
+            for request, done in zip(requests, done_rows, strict=True):
                 if done and len(request.tokens) >= self._step:
                     _cut(request, self._step)
                     if not request.ended:
                         engine.cancel(request.key)
                         request.status = "finished"  # the criterion has ended it, as any other would
+
+    def _fail(self, engine: Engine, requests: Sequence[Request], error: Exception) -> None:
+        """Fail the rows that were to get more than `_step` tokens; what they had by then is kept."""
+        for request in requests:
+            if not request.ended or len(request.tokens) > self._step:
+                _cut(request, self._step)
+                if request.error is None:
+                    engine.fail(request, error)
 
     def _replay(self, requests: Sequence[Request]) -> list[bool]:
         """What the replayed criteria say of every row after `_step` tokens."""

@@ -246,12 +246,15 @@ def attach_exit_head(model: nn.Module, head: ExitHead) -> nn.Module:
 def find_exit_head(model: nn.Module, kind: str) -> ExitHead | None:
     """The model's head of this kind: the attached one, else the file beside the model, else None.
 
-    Beside a model means in the folder or the Hub repository that it was loaded from.
+    Beside a model means in the folder or the Hub repository that `from_pretrained` loaded its weights from; weights
+    that came in another way have no heads but attached ones.
     """
     heads = _attached(model)
     if kind not in heads:
         name = getattr(model, "name_or_path", "")
-        if not name:
+        # A config names the folder that it is from also where the weights are new. Loading leaves its conversions in
+        # the model, for saving.
+        if not name or not hasattr(model, "_weight_conversions"):
             return None
         path = _beside(name, kind, getattr(model.config, "_commit_hash", None))
         if path is None and os.path.isdir(name):

@@ -62,19 +62,29 @@ class CDBGenerationMixin(GenerationMixin):
         kwargs = {**_named(self, args, kwargs), **kwargs}
         if cdb is not None:
             kwargs["cdb"] = cdb
+        wanted = self._wants_cdb(cdb, kwargs.get("generation_config"))
+        streamer = kwargs.get("streamer") if wanted else None
+        if streamer is None:
+            return self._generate(wanted, on_token, kwargs)
+        kwargs["streamer"] = streamer = OneRowStreamer(streamer)
+        try:
+            return self._generate(wanted, on_token, kwargs)
+        except BaseException:
+            streamer.end()  # also where nothing has run: who reads from it must not wait for ever
+            raise
+
+    def _generate(self, wanted: bool, on_token: Callable | None, kwargs: dict[str, Any]):
+        """Refuse what stock generate would act on before any hook of this class, then let it run."""
         if kwargs.get("cache_implementation") == "paged":
             raise ValueError(
                 "cache_implementation='paged' has one entry per layer, but a looped model needs one per loop and "
                 "layer. Generate with cdb=True, which schedules requests as they come, or leave it out."
             )
-        wanted = self._wants_cdb(cdb, kwargs.get("generation_config"))
         if on_token is not None:
             check_on_token(on_token, wanted)
             kwargs["on_token"] = on_token
         if wanted:
             refuse_early(kwargs)
-            if kwargs.get("streamer") is not None:
-                kwargs["streamer"] = OneRowStreamer(kwargs["streamer"])
         return super().generate(**kwargs)
 
     def generate_stream(
@@ -98,9 +108,14 @@ class CDBGenerationMixin(GenerationMixin):
             ValueError: cdb=False, or what `generate` refuses.
             RowsFailedError: from the iterator after the last piece; rows failed.
         """
-        config = {**_named(self, args, kwargs), **kwargs}.get("generation_config")
-        if cdb is None and not self._wants_cdb(None, config):
+        named = {**_named(self, args, kwargs), **kwargs}
+        if cdb is None and not self._wants_cdb(None, named.get("generation_config")):
             cdb = True
+        if named.get("streamer") is not None:
+            raise ValueError(
+                f"streamer={named['streamer']!r} beside generate_stream: an iterator that is never asked would leave "
+                "its reader waiting. Iterate, or pass the streamer to generate."
+            )
         if cdb is False:
             raise ValueError(
                 "cdb=False: generate_stream steps an engine, which stock generation has not. Leave it out, or pass a "
@@ -148,7 +163,9 @@ class CDBGenerationMixin(GenerationMixin):
         if cdb is None:
             cdb = getattr(generation_config, "cdb", None)
         generation_config._cdb = None
-        if cdb is not None and cdb is not False:
+        if cdb is None:
+            check_names(self, model_kwargs, of_cdb=True)
+        elif cdb is not False:
             adapter = adapter_for(self)
             check_model(adapter)
             check_options(generation_config)

@@ -23,6 +23,7 @@ __all__ = [
     "check_on_token",
     "check_options",
     "check_replays",
+    "learns_prompts",
     "refuse",
     "refuse_early",
     "refuse_unread",
@@ -72,6 +73,8 @@ IDLE_OPTIONS = {
     "speculation_type": "assisted decoding",
     "decoder_start_token_id": "models with an encoder",
 }
+_SETTINGS = tuple(field.name for field in dataclasses.fields(CDBConfig))
+_OURS = ("cdb", "cdb_config", "on_token")
 # Arguments of the forward that the engine reads, or that generate itself adds.
 _READ = ("inputs_embeds", "attention_mask", "init_scale", "init_seed")
 _ADDED = ("position_ids", "use_cache", "logits_to_keep", "tokenizer", "synced_gpus", "streamer")
@@ -120,25 +123,34 @@ def check_options(generation_config: GenerationConfig) -> None:
             logger.warning_once(f"{name}={value!r} has no effect: it belongs to {modes}.")
 
 
-def check_names(model: GenerationMixin, model_kwargs: dict[str, Any]) -> None:
-    """Refuse names that neither generate nor the model knows, with the name that may be meant."""
+def check_names(model: GenerationMixin, model_kwargs: dict[str, Any], of_cdb: bool = False) -> None:
+    """Refuse names that neither generate nor the model knows, with the name that may be meant.
+
+    Args:
+        of_cdb: only where that is one of cdb's; the others stock `generate` refuses in its own words.
+    """
     for name, value in model_kwargs.items():
         try:
             model._validate_model_kwargs({name: value})
         except ValueError as error:
+            if of_cdb and not (name.startswith("cdb") or name in _SETTINGS or _meant(model, name) in _OURS):
+                continue
             raise ValueError(f"{error}.{_hint(model, name)}") from None
 
 
 def _hint(model: GenerationMixin, name: str) -> str:
-    settings = [field.name for field in dataclasses.fields(CDBConfig)]
-    near = difflib.get_close_matches(name.removeprefix("cdb_"), settings, n=1)
-    if near or name.startswith("cdb"):
+    near = difflib.get_close_matches(name.removeprefix("cdb_"), _SETTINGS, n=1)
+    meant = _meant(model, name)
+    if near or name.startswith("cdb") or meant == "cdb_config":
         example = f"{near[0]!r}: ..." if near else "..."
-        return f" Settings of cdb go into its dict: cdb={{{example}}}; they are {', '.join(settings)}."
+        return f" Settings of cdb go into its dict: cdb={{{example}}}; they are {', '.join(_SETTINGS)}."
+    return f" Did you mean {meant!r}?" if meant else ""
+
+
+def _meant(model: GenerationMixin, name: str) -> str | None:
     options = [option for option in vars(GenerationConfig()) if not option.startswith("_")]
     arguments = [*inspect.signature(GenerationMixin.generate).parameters, *inspect.signature(model.forward).parameters]
-    near = difflib.get_close_matches(name, [*options, *arguments], n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    return next(iter(difflib.get_close_matches(name, [*options, *arguments, *_OURS], n=1)), None)
 
 
 def check_guidance(generation_config: GenerationConfig, arguments: dict[str, Any]) -> None:
@@ -187,13 +199,19 @@ def check_model(adapter: LoopAdapter) -> None:
             "Load a checkpoint with from_pretrained, or offload it with accelerate."
         )
     prepare = vars(model).get("prepare_inputs_for_generation")
-    if prepare is not None and getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
-        owner = getattr(prepare, "__self__", None)
-        if getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False) or owner is None:
-            raise ValueError(
-                f"{type(model).__name__}.prepare_inputs_for_generation={prepare!r} was replaced, as PEFT's prompt "
-                "tuning does it, and the engine prepares its inputs itself. Generate with cdb=False."
-            )
+    if prepare is not None and (learns_prompts(model) or getattr(prepare, "__self__", None) is None):
+        raise ValueError(
+            f"{type(model).__name__}.prepare_inputs_for_generation={prepare!r} was replaced, as PEFT's prompt and "
+            "prefix tuning do it, and the engine prepares its inputs itself. Generate with cdb=False. Of prompt tuning "
+            "the virtual tokens may also be part of the prompt: peft_model.get_base_model().generate(inputs_embeds="
+            "torch.cat((peft_model.get_prompt(rows), embeddings of the tokens), dim=1), attention_mask=..., cdb=...)."
+        )
+
+
+def learns_prompts(model: GenerationMixin) -> bool:
+    """Whether the call comes from a PEFT model that puts virtual tokens where stock `generate` prepares its inputs."""
+    owner = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    return getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False)
 
 
 def take_official_arguments(

@@ -65,7 +65,7 @@ class OneRowStreamer(BaseStreamer):
 
     def __init__(self, streamer: BaseStreamer):
         self.streamer = streamer
-        self._broken = False
+        self._over = False  # it has been told of the end, or has raised
 
     def put(self, value: torch.Tensor) -> None:
         """Hand on the prompt or a token.
@@ -78,11 +78,12 @@ class OneRowStreamer(BaseStreamer):
                 f"streamer={self.streamer!r} follows one row, but there are {len(value)}, whose tokens come in no "
                 "common order with cdb. Pass on_token=..., or iterate over model.generate_stream(...)."
             )
-        self._broken = True
+        self._over = True
         self.streamer.put(value)
-        self._broken = False
+        self._over = False
 
     def end(self) -> None:
-        """Tell the streamer that no token follows; one that raised is not called again."""
-        if not self._broken:
+        """Tell the streamer, once, that no token follows; one that raised is not called again."""
+        if not self._over:
+            self._over = True
             self.streamer.end()

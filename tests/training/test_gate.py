@@ -310,6 +310,8 @@ def test_a_model_without_a_gate_takes_no_head_into_itself(folder):
     [
         (["--threads", 0], ["threads=0"]),
         (["--tokens", -5], ["tokens=-5"]),
+        (["--device", "foo"], ["device='foo' cannot be used", "Choose cpu"]),
+        (["--device", "meta"], ["device='meta' cannot be used"]),
         (["--output", "/proc/nothing"], ["output='/proc/nothing'", "cannot be written", "--output"]),
     ],
 )

@@ -40,6 +40,15 @@ def test_token_ids_and_weights_of_a_data_set(tmp_path):
     assert (row.ids, row.weights) == ([1, 2, 3], [0.0, 1.0, 4.0])
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_data_that_is_no_utf_8_is_named(tmp_path, name):
+    """Also where the odd byte comes after much that is fine."""
+    line = b'{"text": "w3 w4 w5 w6"}\n'
+    (tmp_path / name).write_bytes(line * 2000 + '{"text": "é"}\n'.encode("latin-1"))
+    options = {"tokens": 10**6, "held_out_tokens": 10**6}
+    refused([f"{name}' is no UTF-8", "0xe9"], lambda: read(tmp_path / name, tiny_tokenizer(), **options))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [

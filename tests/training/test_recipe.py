@@ -99,3 +99,10 @@ def test_files_that_are_no_recipes(tmp_path):
     del values["objective"]
     with pytest.raises(ValueError, match="the key 'objective' is missing"):
         recipe_from_dict(values)
+
+
+def test_a_recipe_that_is_no_utf_8_is_named(tmp_path):
+    path = tmp_path / "odd.yaml"
+    path.write_bytes(SMOKE.read_bytes() + "# né".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"config='.*odd\.yaml' is no UTF-8 text .*0xe9"):
+        load_recipe(path)

@@ -1,8 +1,27 @@
 """What the model classes of both families share as Transformers models."""
 
+import functools
+
 from transformers.modeling_utils import PreTrainedModel
 
-__all__ = ["LoopedPreTrainedModel"]
+from ..generation import CDBGenerationMixin
+from ..generation_arguments import learns_prompts
+
+__all__ = ["LoopedGenerationMixin", "LoopedPreTrainedModel"]
+
+
+class LoopedGenerationMixin(CDBGenerationMixin):
+    """`generate` of the language models."""
+
+    @functools.wraps(CDBGenerationMixin.prepare_inputs_for_generation)  # its signature is read
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        if learns_prompts(self):
+            # PEFT looks for the cache under its older name, and puts its virtual tokens in front again in every step
+            # where it finds none. Positions then count what the mask keeps, those tokens included.
+            inputs["past_key_values"] = inputs.pop("cache", None)
+            inputs.pop("position_ids", None)
+        return inputs
 
 
 class LoopedPreTrainedModel(PreTrainedModel):

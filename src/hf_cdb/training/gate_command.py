@@ -81,6 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise ValueError(f"{name}={value}: choose at least 1.")
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
+    device = _usable_device(arguments.device)
     output = _prepare_output(arguments)
     target = make_target(arguments.target, slope=arguments.slope, scale=arguments.scale, margin=arguments.margin)
     settings = GateSettings(
@@ -110,9 +111,8 @@ def run(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
     )
     _check_ids(data, adapter.vocab_size)
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     # Half precision is slow on a CPU, and rounds what the targets compare.
-    saved_dtype, dtype = model.dtype, torch.float32 if device == "cpu" else model.dtype
+    saved_dtype, dtype = model.dtype, torch.float32 if torch.device(device).type == "cpu" else model.dtype
     result = train_gate(model.to(device, dtype), data, settings)
     if arguments.into_model:
         adapter.set_gate(result.head.weight[0].to(device), result.head.bias[0].to(device))
@@ -132,6 +132,18 @@ def run(arguments: argparse.Namespace) -> None:
         print(
             "Not beside the model: use hf_cdb.attach_exit_head(model, hf_cdb.load_exit_head(path)), or copy the folder."
         )
+
+
+def _usable_device(name: str | None) -> str:
+    """The device to train on, found out to hold and give back numbers before any work."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch raises each of them, by the device
+        raise ValueError(
+            f"device={name!r} cannot be used: {str(error).splitlines()[0]} Choose cpu, or a device that torch has here."
+        ) from error
+    return name
 
 
 def _prepare_output(arguments: argparse.Namespace) -> Path:

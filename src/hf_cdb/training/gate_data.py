@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from .tasks import TASKS, examples
 from .text import chapters
+from .text_file import naming
 
 __all__ = ["GateData", "Row", "read_gate_data"]
 
@@ -241,7 +242,7 @@ def _checked(records: Iterable[dict[str, Any]], source: str) -> Iterator[dict[st
 
 def _text_file(path: Path) -> Iterator[dict[str, Any]]:
     """Blocks of whole lines, so that of a long file no more is read and tokenised than is wanted."""
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8") as file, naming(path, "data"):
         while lines := file.readlines(_BLOCK):
             text = "".join(lines)
             if text.strip():
@@ -249,7 +250,7 @@ def _text_file(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _json_lines(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8") as file, naming(path, "data"):
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

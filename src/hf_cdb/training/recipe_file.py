@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from .recipe import Recipe, nearest
+from .text_file import naming
 
 __all__ = ["load_recipe", "recipe_from_dict", "write_recipe"]
 
@@ -29,7 +30,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"config={str(path)!r}: there is no such file. Recipes are YAML files.")
-    values = _parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    with naming(path, "config"):
+        text = path.read_text(encoding="utf-8")
+    values = _parse_yaml(text, str(path))
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds {type(values).__name__}, but a recipe is a mapping from keys to values.")
     for override in overrides:

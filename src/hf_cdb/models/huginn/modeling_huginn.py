@@ -14,13 +14,12 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from ...generation import CDBGenerationMixin
 from ..arguments import as_number, check_forward_kwargs, check_labels
 from ..attention import attend
 from ..inputs import accepts_past_key_values, embed_inputs, resolve_mask, resolve_positions
 from ..loop_slots import prepare_loop_slots
 from ..norm import LoopRMSNorm
-from ..pretrained import LoopedPreTrainedModel
+from ..pretrained import LoopedGenerationMixin, LoopedPreTrainedModel
 from ..rope import LoopRotaryEmbedding, rotate_pairs
 from .configuration_huginn import HuginnConfig
 from .loop_count import draw_num_steps, parse_num_steps
@@ -142,7 +141,7 @@ class HuginnPreTrainedModel(LoopedPreTrainedModel):
             init.copy_(module.freqs_cis, module.compute_freqs_cis())
 
 
-class RavenForCausalLM(CDBGenerationMixin, HuginnPreTrainedModel):
+class RavenForCausalLM(LoopedGenerationMixin, HuginnPreTrainedModel):
     """Huginn with its language modelling head, under the published class name.
 
     The stages `prelude`, `start`, `loop` and `coda` together are the forward; an engine that advances rows one loop at

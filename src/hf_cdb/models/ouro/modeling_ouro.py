@@ -14,13 +14,12 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from ...generation import CDBGenerationMixin
 from ..arguments import as_integer, as_number, check_forward_kwargs, check_labels
 from ..attention import attend
 from ..inputs import accepts_past_key_values, embed_inputs, resolve_mask, resolve_positions
 from ..loop_slots import prepare_loop_slots
 from ..norm import LoopRMSNorm
-from ..pretrained import LoopedPreTrainedModel
+from ..pretrained import LoopedGenerationMixin, LoopedPreTrainedModel
 from ..rope import LoopRotaryEmbedding, rotate_halves
 from .configuration_ouro import OuroConfig
 from .exit_distribution import ExitGate, exit_probabilities, first_step_reaching
@@ -264,7 +263,7 @@ class OuroModel(OuroPreTrainedModel):
         )
 
 
-class OuroForCausalLM(CDBGenerationMixin, OuroPreTrainedModel):
+class OuroForCausalLM(LoopedGenerationMixin, OuroPreTrainedModel):
     """Ouro with its language modelling head.
 
     The stages `prelude`, `loop` and `coda` together are the forward at full depth.
