@@ -15,7 +15,7 @@ from hf_cdb.adapters import adapter_for
 from hf_cdb.cache import DepthCache
 from hf_cdb.engine import Engine
 from hf_cdb.kv_policy import KVPolicy
-from hf_cdb.places import Span
+from hf_cdb.places import Spans
 from hf_cdb.reference import reference_generate
 from hf_cdb.request import Request
 from hf_cdb.sampling import Noise, Sampler
@@ -340,7 +340,8 @@ def test_slot_arithmetic_by_hand():
     for (name, slots), (used, unwritten) in expected.items():
         policy = KVPolicy.create(name, 4, slots)
         assert [policy.slot(loop) for loop in (1, 2, 3, 4)] == used
-        assert [policy.unwritten(depth) for depth in (1, 2, 3, 4)] == unwritten
+        assert policy.slot(numpy.array([1, 2, 3, 4])).tolist() == used
+        assert [list(policy.unwritten(depth)) for depth in (1, 2, 3, 4)] == unwritten
 
 
 @pytest.mark.parametrize("short", [0, 2_000, 10**9])
@@ -351,7 +352,7 @@ def test_reading_copies_nothing(short, monkeypatch):
     cache = DepthCache(adapter, KVPolicy.create("last_exited", 4))
     for key, capacity in ((0, 6), (1, 9)):
         cache.allocate(key, capacity)
-    cache.bind([Span(0, 2, 3, loop=1), Span(1, 5, 8, loop=3)])
+    cache.bind(Spans([0, 1], numpy.array([2, 5]), numpy.array([3, 8]), loop=numpy.array([1, 3])))
     new = torch.randn(2, 1, 2, 4, 16)
     cache.update(*new, 1)
     pool = cache._pools["core"].tensor.untyped_storage().data_ptr()

@@ -50,10 +50,10 @@ def depth_attention(
     for pack in places.packs:
         output[pack.tokens] = _attend_pack(pack, query, depth_cache, scaling, sliding_window, dropout)
     for index in places.single:
-        span, token = depth_cache.bound[index], places.starts[index]
-        length = span.end - span.start
+        spans = depth_cache.bound
+        token, length = int(spans.first[index]), int(spans.lengths[index])
         # What a prompt that starts here reads are its own new entries, warm in the caches of the processor.
-        whole = span.start == 0
+        whole = spans.start[index] == 0
         read = [x.narrow(2, token, length) for x in (key, value)] if whole else depth_cache.views(index)
         own = _attend_span(query.narrow(2, token, length), *read, scaling, sliding_window, dropout)
         output[token : token + length] = own[0].transpose(0, 1)

@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 
 from .adapters import LoopAdapter
 from .kv_policy import KVPolicy
-from .places import SHORT_BYTES, Pack, Places, Segment, Span
+from .places import SHORT_BYTES, Pack, Places, Segment, Spans
 from .pool import Pool
 
 __all__ = ["DepthCache"]
@@ -35,7 +35,7 @@ class DepthCache(Cache):
         self._pools = {"core": Pool(adapter.core_layers, *like), "outer": Pool(outer_layers, *like)}
         self._segments: dict[int, Segment] = {}
         self._places: dict[str, Places] = {}
-        self.bound: list[Span] = []
+        self.bound: Spans | None = None
         # One for all layers and launches: getting so much memory again each time costs a page fault for every 4 KiB.
         self._copy: torch.Tensor | None = None
 
@@ -84,7 +84,7 @@ class DepthCache(Cache):
             self._pools["core"].release(segment.core, self._rows("core", segment.capacity))
             self._pools["outer"].release(segment.outer, self._rows("outer", segment.capacity))
 
-    def bind(self, spans: list[Span]) -> None:
+    def bind(self, spans: Spans) -> None:
         """Address the coming calls of `update`: the tokens of the launch are these spans, one after the other."""
         self.bound = spans
         self._places = {}
@@ -107,10 +107,10 @@ class DepthCache(Cache):
         # Under autocast they come in another dtype than the model's. [tokens, 2, kv heads, head dim]
         new = torch.stack((key, value), dim=1).to(pool.dtype)
         if places.by_position is not None:
-            chosen = new if places.by_head is None else new[places.position_tokens]
+            chosen = new if places.position_tokens is None else new[places.position_tokens]
             pool.index_copy_(0, places.by_position, chosen.flatten(1))
         if places.by_head is not None:
-            chosen = new if places.by_position is None else new[places.head_tokens]
+            chosen = new if places.head_tokens is None else new[places.head_tokens]
             pool.view(-1, new.shape[-1]).index_copy_(0, places.by_head, chosen.flatten(0, -2))
         return key_states, value_states
 
@@ -126,13 +126,13 @@ class DepthCache(Cache):
         For prompts, and for requests that are not short: only there every slot holds what is to be read.
         """
         kind, layer = self._reading
-        first, segment, heads = self.places.firsts[index], self.places.segments[index], self.adapter.kv_heads
+        first, segment, heads = int(self.places.firsts[index]), self.places.segments[index], self.adapter.kv_heads
         rows = self._pools[kind].tensor[layer].narrow(0, first, segment.capacity)
         if segment.short:
             both = rows.view(segment.capacity, 2, heads, -1).permute(1, 2, 0, 3)
         else:
             both = rows.view(2, heads, segment.capacity, -1)
-        both = both.narrow(2, 0, self.bound[index].end)
+        both = both.narrow(2, 0, int(self.bound.end[index]))
         return both[:1], both[1:]
 
     def packed(self, pack: Pack) -> torch.Tensor:
@@ -150,10 +150,8 @@ class DepthCache(Cache):
 
     def _bound_places(self, kind: str) -> "Places":
         if kind not in self._places:
-            segments = [self._segments[span.key] for span in self.bound]
-            origins = [getattr(segment, kind) for segment in segments]
-            slots = [self.policy.slot(span.loop) if kind == "core" else 0 for span in self.bound]
-            self._places[kind] = Places(self.bound, origins, slots, segments, kind == "core", self.adapter)
+            segments = [self._segments[key] for key in self.bound.keys]
+            self._places[kind] = Places(self.bound, segments, kind, self.policy, self.adapter)
         return self._places[kind]
 
     def fill(self, key: int, position: int, depth: int) -> None:
@@ -167,7 +165,7 @@ class DepthCache(Cache):
             return
         segment = self._segments[key]
         if segment.short:
-            segment.written[position] = unwritten[0] - 1  # under every policy the unwritten ones are the last
+            segment.written[position] = unwritten[0] - 1
             return
         rows = self._pools["core"].tensor.narrow(1, segment.core, self._rows("core", segment.capacity))
         entries = rows.view(rows.shape[0], self.policy.slots, self._heads, segment.capacity, -1)[..., position, :]

@@ -10,11 +10,12 @@ import torch
 
 from .adapters import LoopAdapter
 from .attention import AttentionSwitch
+from .batch import Batch, RowStates
 from .cache import DepthCache
 from .config import CDBConfig
 from .exits import ExitRule
 from .kv_policy import KVPolicy
-from .places import Span, first_tokens, last_tokens, part_of
+from .places import Spans
 from .prepack import PrepackedWeights
 from .request import Request
 from .scheduler import Launch, Scheduler
@@ -59,6 +60,7 @@ class Engine:
         )
         self._requests: dict[int, Request] = {}
         self._ended: list[Request] = []
+        self._states = RowStates()
         self._attention = AttentionSwitch(adapter.model)
         self._weights = PrepackedWeights(adapter.model, config.prepack_weights)
 
@@ -149,26 +151,29 @@ class Engine:
 
     def _before(self, launch: Launch) -> tuple[dict[str, int], int, int]:
         """For the trace: the queues, the positions that the launch runs and those that its rows attend to."""
-        spans = self._spans([self._requests[key] for key in launch.keys], launch)
-        return self.scheduler.queues, sum(span.end - span.start for span in spans), sum(span.end for span in spans)
+        spans = self._batch(launch).spans
+        return self.scheduler.queues, spans.tokens, int(spans.end.sum())
+
+    def _batch(self, launch: Launch) -> Batch:
+        return Batch(launch, self._requests, self.config.prefill_chunk_size, self.adapter.device)
 
     def _prelude(self, launch: Launch) -> None:
         """New prompts and new tokens enter: embeddings, the layers before the loop, the start state."""
-        rows = [self._requests[key] for key in launch.keys]
-        self._admit([row for row in rows if row.status == "waiting"])
-        spans = self._spans(rows, launch)
-        positions = self._positions(spans)
-        layer_inputs = self._address(spans, positions) if self.adapter.prelude_layers else {}
+        batch = self._batch(launch)
+        self._admit([batch.rows[index] for index in batch.prompts if batch.rows[index].status == "waiting"])
+        layer_inputs = self._address(batch.spans, batch.positions) if self.adapter.prelude_layers else {}
         with self._attention, self._weights:
-            embeds = self.adapter.prelude(*self._inputs(rows, spans), layer_inputs)
-        start = self.adapter.start(embeds, positions, **_start_options(rows, spans, positions.device))
-        lengths = [span.end - span.start for span in spans]
-        for row, new_embeds, new_start in zip(rows, embeds[0].split(lengths), start[0].split(lengths), strict=True):
-            # Pieces of a prompt gather until the loop begins.
-            fresh = row.embeds is None
-            row.embeds = new_embeds if fresh else torch.cat((row.embeds, new_embeds))
-            row.state = new_start if fresh else torch.cat((row.state, new_start))
-        self._begin_tokens(rows, launch)
+            embeds = self.adapter.prelude(*self._inputs(batch), layer_inputs)
+        start = self.adapter.start(embeds, batch.positions, **_start_options(batch))[0]
+        embeds = embeds[0]
+        if self.adapter.reads_embeds:
+            self._states.write("embeds", batch, embeds)
+        self._states.write("state", batch, start)
+        if batch.decoding:
+            if batch.prompts:
+                embeds, start = embeds[batch.decoding_tokens], start[batch.decoding_tokens]
+            tokens = [(row.row, len(row.tokens)) for row in batch.rows if row.tokens]
+            self.rule.begin(batch.places, embeds, start, tokens)
 
     def _admit(self, rows: list[Request]) -> None:
         """Room for the keys and values of requests that start."""
@@ -181,58 +186,38 @@ class Engine:
         self.stats.kv_bytes = max(self.stats.kv_bytes, self.cache.core_bytes)
         self.stats.kv_bytes_outer = max(self.stats.kv_bytes_outer, self.cache.outer_bytes)
 
-    def _begin_tokens(self, rows: list[Request], launch: Launch) -> None:
-        decoding = [index for index, row in enumerate(rows) if not row.in_prompt]
-        if decoding:
-            chosen = [rows[index] for index in decoding]
-            places = self._tensor([launch.places[index] for index in decoding])
-            embeds, start = (torch.cat([getattr(row, name) for row in chosen]) for name in ("embeds", "state"))
-            self.rule.begin(places, embeds, start, [(row.row, len(row.tokens)) for row in chosen])
-
     def _loop(self, launch: Launch) -> list[bool]:
         """Every row runs one loop more, each at its own depth; then the rule looks at the rows that decode."""
-        rows = [self._requests[key] for key in launch.keys]
-        spans = self._spans(rows, launch)
-        layer_inputs = self._address(spans, self._positions(spans))
-        previous = torch.cat([part_of(row.state, span) for row, span in zip(rows, spans, strict=True)])
-        embeds = torch.cat([part_of(row.embeds, span) for row, span in zip(rows, spans, strict=True)])
+        batch = self._batch(launch)
+        layer_inputs = self._address(batch.spans, batch.positions)
+        previous = self._states.read("state", batch)
+        embeds = self._states.read("embeds", batch)[None] if self.adapter.reads_embeds else None
         with self._attention, self._weights:
-            state = self.adapter.loop(previous[None], embeds[None], layer_inputs)[0]
-        for row, span, new in zip(rows, spans, state.split([s.end - s.start for s in spans]), strict=True):
-            if len(new) == len(row.state):
-                row.state = new
-            else:  # a piece of a prompt
-                row.state[span.start : span.end] = new
-        return self._decide(rows, spans, launch, previous, state)
+            state = self.adapter.loop(previous[None], embeds, layer_inputs)[0]
+        self._states.write("state", batch, state)
+        return self._decide(batch, previous, state)
 
-    def _decide(
-        self, rows: list[Request], spans: list[Span], launch: Launch, previous: torch.Tensor, state: torch.Tensor
-    ) -> list[bool]:
+    def _decide(self, batch: Batch, previous: torch.Tensor, state: torch.Tensor) -> list[bool]:
         """Which rows the rule lets go. Prompts always run to full depth, and its last signal is never read."""
-        flags = [False] * len(rows)
-        deciding = [
-            index
-            for index, (row, depth) in enumerate(zip(rows, launch.depths, strict=True))
-            if not row.in_prompt and depth < self.config.max_depth
-        ]
-        if not deciding or self.rule.name == "never":
+        flags, depths = [False] * len(batch), batch.launch.depths
+        if self.rule.name == "never":
             return flags
-        if len(deciding) < len(previous):
-            tokens = self._tensor(first_tokens(spans, deciding))
-            previous, state = previous[tokens], state[tokens]
-        depths = [launch.depths[index] for index in deciding]
-        leave = self.rule.leave(
-            self._tensor([launch.places[index] for index in deciding]),
-            depths,
-            previous,
-            state,
-            lambda: self._ask([spans[index] for index in deciding], state),
-        )
+        deciding = [index for index in batch.decoding if depths[index] < self.config.max_depth]
+        if not deciding:
+            return flags
+        places, spans = batch.places, batch.spans
+        if len(deciding) < len(batch):
+            places = batch.tensor([batch.launch.places[index] for index in deciding])
+            depths = [depths[index] for index in deciding]
+            if self.rule.reads_states:
+                tokens, spans = batch.tensor(spans.first[deciding]), spans.take(deciding)
+                previous, state = previous[tokens], state[tokens]
+        leave = self.rule.leave(places, depths, previous, state, lambda: self._ask(spans, state))
         for index, flag in zip(deciding, _check_flags(self.rule, leave, len(deciding)), strict=True):
             flags[index] = flag
         return flags
 
-    def _ask(self, spans: list[Span], state: torch.Tensor) -> torch.Tensor:
+    def _ask(self, spans: Spans, state: torch.Tensor) -> torch.Tensor:
         """Logits of rows that a rule looks at."""
         self.stats.asked["launches"] += 1
         self.stats.asked["rows"] += len(spans)
@@ -240,12 +225,17 @@ class Engine:
 
     def _coda(self, launch: Launch) -> list[bool]:
         """Rows that left: the layers after the loop, the head, the next token."""
-        rows = [self._requests[key] for key in launch.keys]
-        spans = self._spans(rows, launch)
-        state = torch.cat([part_of(row.state, span) for row, span in zip(rows, spans, strict=True)])
-        ends = [index for index, (row, span) in enumerate(zip(rows, spans, strict=True)) if span.end == row.end]
-        logits = self._run_coda(spans, state, keep=self._tensor(last_tokens(spans, ends)))
-        self._choose([rows[index] for index in ends], logits)
+        batch = self._batch(launch)
+        spans, rows = batch.spans, batch.rows
+        # Of a prompt in pieces only the last one gives a token.
+        ends = (
+            [index for index, row in enumerate(rows) if spans.end[index] == row.end]
+            if batch.prompts
+            else batch.decoding
+        )
+        keep = None if len(ends) == spans.tokens else batch.tensor(spans.last[ends])
+        logits = self._run_coda(spans, self._states.read("state", batch), keep)
+        self._choose(rows if len(ends) == len(rows) else [rows[index] for index in ends], logits)
         finished = [False] * len(rows)
         for index in ends:
             row, depth = rows[index], launch.depths[index]
@@ -256,8 +246,9 @@ class Engine:
             if not finished[index]:
                 if len(row.tokens) > 1:
                     self.cache.fill(row.key, row.start, depth)
+                else:
+                    row.release()
                 row.start, row.end = row.end, row.end + 1
-                row.release()
         return finished
 
     def _choose(self, rows: list[Request], logits: torch.Tensor) -> None:
@@ -290,53 +281,37 @@ class Engine:
         self._requests.pop(row.key, None)
         self._ended.append(row)
 
-    def _spans(self, rows: list[Request], launch: Launch) -> list[Span]:
-        """The positions that every row runs in this launch, and the loop they are in."""
-        chunk = self.config.prefill_chunk_size
-        spans = []
-        for row, piece, depth in zip(rows, launch.chunks, launch.depths, strict=True):
-            if row.in_prompt:
-                row.end = row.prompt_length
-            start, end = row.start, row.end
-            if row.in_prompt and chunk is not None:
-                start, end = piece * chunk, min((piece + 1) * chunk, row.end)
-            spans.append(Span(row.key, start, end, max(depth, 1)))
-        return spans
-
-    def _positions(self, spans: list[Span]) -> torch.Tensor:
-        """Positions of the launch's tokens, int64 `[1, tokens]`."""
-        return self._tensor([[position for span in spans for position in range(span.start, span.end)]])
-
-    def _address(self, spans: list[Span], positions: torch.Tensor) -> dict:
+    def _address(self, spans: Spans, positions: torch.Tensor) -> dict:
         """Bind the cache to the spans; the arguments that layers share."""
         self.cache.bind(spans)
         return self.adapter.layer_inputs(positions, self.cache, depth_cache=self.cache)
 
-    def _run_coda(self, spans: list[Span], state: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
-        layer_inputs = self._address(spans, self._positions(spans)) if self.adapter.coda_layers else {}
+    def _run_coda(self, spans: Spans, state: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
+        layer_inputs = {}
+        if self.adapter.coda_layers:
+            layer_inputs = self._address(spans, self._tensor(spans.positions())[None])
         with self._attention, self._weights:
             logits = self.adapter.coda(state[None], layer_inputs, keep)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def _inputs(self, rows: list[Request], spans: list[Span]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _inputs(self, batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Token ids `[1, tokens]` and None; or None and embeddings, where a prompt was given as such."""
-        device = self.adapter.device
-        if all(not row.in_prompt for row in rows):
-            return self._tensor([[row.tokens[-1] for row in rows]]), None
-        prompts_of_embeds = any(row.in_prompt and row.prompt_embeds is not None for row in rows)
+        if not batch.prompts:
+            return batch.tensor([row.tokens[-1] for row in batch.rows])[None], None
+        prompts_of_embeds = any(batch.rows[index].prompt_embeds is not None for index in batch.prompts)
         embedding = self.adapter.model.get_input_embeddings() if prompts_of_embeds else None
         parts = []
-        for row, span in zip(rows, spans, strict=True):
+        for row, start, end in zip(batch.rows, batch.spans.start, batch.spans.end, strict=True):
             if row.in_prompt and row.prompt_embeds is not None:
-                parts.append(row.prompt_embeds[span.start : span.end].to(device))
+                parts.append(row.prompt_embeds[start:end].to(batch.device))
                 continue
-            ids = row.prompt_ids[span.start : span.end].to(device) if row.in_prompt else self._tensor(row.tokens[-1:])
+            ids = row.prompt_ids[start:end].to(batch.device) if row.in_prompt else self._tensor(row.tokens[-1:])
             parts.append(ids if embedding is None else embedding(ids))
         whole = torch.cat(parts)[None]
         return (whole, None) if embedding is None else (None, whole)
 
-    def _tensor(self, values: list) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self.adapter.device)
+    def _tensor(self, values) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=torch.long, device=self.adapter.device)
 
 
 def _check_flags(rule: ExitRule, leave: Any, rows: int) -> list[bool]:
@@ -355,13 +330,12 @@ def _check_flags(rule: ExitRule, leave: Any, rows: int) -> list[bool]:
     return [bool(flag) for flag in flags]
 
 
-def _start_options(rows: list[Request], spans: list[Span], device: torch.device) -> dict:
+def _start_options(batch: Batch) -> dict:
     """Arguments of the adapter's `start`; seeds per row become seeds per token."""
-    options = dict(rows[0].start_options)
+    options = dict(batch.rows[0].start_options)
     if "init_seed" in options:
-        seeds = [row.start_options["init_seed"] for row in rows]
-        per_token = [seed for seed, span in zip(seeds, spans, strict=True) for _ in range(span.start, span.end)]
-        options["init_seed"] = torch.tensor([per_token], dtype=torch.long, device=device)
+        seeds = numpy.array([row.start_options["init_seed"] for row in batch.rows], dtype=numpy.int64)
+        options["init_seed"] = batch.tensor(batch.spans.by_token(seeds))[None]
     return options
 
 

@@ -5,6 +5,9 @@ left at, so a later query finds an entry at every depth.
 """
 
 from dataclasses import dataclass
+from functools import cache
+
+import numpy
 
 __all__ = ["POLICIES", "KVPolicy"]
 
@@ -34,13 +37,14 @@ class KVPolicy:
         slots = {"last_exited": max_depth, "shared": 1}.get(name, kv_slots or 2)
         return cls(name, slots)
 
-    def slot(self, loop: int) -> int:
-        """Slot that loop `loop`, from 1, writes and reads."""
+    def slot(self, loop: int | numpy.ndarray) -> int | numpy.ndarray:
+        """Slot that loop `loop`, from 1, writes and reads; for an integer array the slot of each."""
         if self.name == "modular":
             return (loop - 1) % self.slots
-        return min(loop - 1, self.slots - 1)
+        return (numpy.minimum if isinstance(loop, numpy.ndarray) else min)(loop - 1, self.slots - 1)
 
-    def unwritten(self, depth: int) -> list[int]:
-        """Slots that a token which left after loop `depth` never wrote."""
+    @cache  # noqa: B019 (policies are few and small)
+    def unwritten(self, depth: int) -> tuple[int, ...]:
+        """Slots that a token which left after loop `depth` never wrote: under every policy the last ones."""
         written = {self.slot(loop) for loop in range(1, depth + 1)}
-        return [slot for slot in range(self.slots) if slot not in written]
+        return tuple(slot for slot in range(self.slots) if slot not in written)

@@ -1,14 +1,15 @@
 """Where the tokens of a launch lie in a pool of keys and values."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy
 import torch
 
 from .adapters import LoopAdapter
+from .kv_policy import KVPolicy
 
-__all__ = ["PACK_BYTES", "SHORT_BYTES", "Pack", "Places", "Segment", "Span", "first_tokens", "last_tokens", "part_of"]
+__all__ = ["PACK_BYTES", "SHORT_BYTES", "Pack", "Places", "Segment", "Spans"]
 
 # Measured on the CPU, of the keys and values of a layer: reading a request of up to SHORT_BYTES in a call of its own
 # costs more than copying it beside others, of which PACK_BYTES at once stay in the processor's caches; and one call
@@ -18,40 +19,44 @@ PACK_BYTES = 6 << 20
 SPLIT_BYTES = 320 << 10
 
 
-@dataclass
-class Span:
-    """Consecutive new positions of one request in a launch.
+class Spans:
+    """Consecutive new positions of every request in a launch; their tokens lie one after the other.
+
+    Args:
+        keys: the requests.
+        start, end: int64 `[spans]`, positions `[start, end)`.
+        loop: int64 `[spans]`, for the core: the loop that they run, from 1.
 
     Attributes:
-        key: the request.
-        start, end: positions `[start, end)`.
-        loop: for the core: the loop they run, from 1.
+        lengths: int64 `[spans]`.
+        first, last: int64 `[spans]`, their first and last tokens in the launch.
+        tokens: of the launch.
+        single: whether every span is one position.
     """
 
-    key: int
-    start: int
-    end: int
-    loop: int = 1
+    def __init__(self, keys: Sequence[int], start: numpy.ndarray, end: numpy.ndarray, loop: numpy.ndarray):
+        self.keys, self.start, self.end, self.loop = keys, start, end, loop
+        self.lengths = end - start
+        self.last = self.lengths.cumsum() - 1
+        self.first = self.last - self.lengths + 1
+        self.tokens = int(self.last[-1]) + 1
+        self.single = self.tokens == len(keys)
 
+    def __len__(self) -> int:
+        return len(self.keys)
 
-def part_of(tensor: torch.Tensor, span: Span) -> torch.Tensor:
-    """The rows of a request's tensor that a span covers."""
-    length = span.end - span.start
-    return tensor if length == len(tensor) else tensor[span.start : span.end]
+    def take(self, indices: Sequence[int]) -> "Spans":
+        """Some of them."""
+        keys = [self.keys[index] for index in indices]
+        return Spans(keys, self.start[indices], self.end[indices], self.loop[indices])
 
+    def by_token(self, values: numpy.ndarray) -> numpy.ndarray:
+        """`[tokens]`: a value for each span, repeated for each of its tokens."""
+        return values if self.single else values.repeat(self.lengths)
 
-def first_tokens(spans: list[Span], indices: list[int]) -> list[int]:
-    """Where in the launch the spans `indices` begin."""
-    offsets = [0]
-    for span in spans:
-        offsets.append(offsets[-1] + span.end - span.start)
-    return [offsets[index] for index in indices]
-
-
-def last_tokens(spans: list[Span], indices: list[int]) -> list[int]:
-    """Where in the launch the spans `indices` end."""
-    lengths = [spans[index].end - spans[index].start for index in indices]
-    return [first + length - 1 for first, length in zip(first_tokens(spans, indices), lengths, strict=True)]
+    def positions(self) -> numpy.ndarray:
+        """int64 `[tokens]`."""
+        return self.start if self.single else self.by_token(self.start - self.first) + numpy.arange(self.tokens)
 
 
 @dataclass
@@ -111,103 +116,86 @@ class Places:
 
     Args:
         spans: of the launch.
-        origins: by span the first row of its request.
-        slots: by span the slot of its loop.
         segments: by span the segment of its request.
-        layered: whether the rows are those of the core, which has slots.
+        kind: "core", or "outer" for the layers before and after the loop, which have one slot.
+        policy: slot arithmetic of the core.
 
     Attributes:
-        firsts: by span the first row of the slot of its loop.
+        firsts: int64 `[spans]`, the first row of the slot of its loop.
         segments: as given.
-        starts: by span the first of its tokens in the launch.
         by_position: int64 `[tokens of short segments]`, the rows where their new entries go; None without such tokens.
         by_head: int64 `[tokens of other segments * 2 * kv heads]`, where their new entries go in a view of the pool
             with a row for each head; None without such tokens.
-        position_tokens, head_tokens: int64, the tokens of the launch that these two store.
+        position_tokens, head_tokens: int64, the tokens of the launch that these two store; None where that is all.
         packs: the spans of one position of short requests.
         single: the others, which are attended to one by one.
     """
 
-    def __init__(
-        self,
-        spans: list[Span],
-        origins: list[int],
-        slots: list[int],
-        segments: list[Segment],
-        layered: bool,
-        adapter: LoopAdapter,
-    ):
-        self._spans, self._slots, self.segments = spans, slots, segments
-        self._origins, self._layered = origins, layered
-        self.firsts = [o + slot * own.capacity for o, slot, own in zip(origins, slots, segments, strict=True)]
+    def __init__(self, spans: Spans, segments: list[Segment], kind: str, policy: KVPolicy, adapter: LoopAdapter):
+        self._spans, self.segments, self._kind = spans, segments, kind
         self._device, self._dtype = adapter.device, adapter.dtype
         self._heads = 2 * adapter.kv_heads
         self._row_bytes = self._heads * adapter.head_dim * adapter.dtype.itemsize
-        self.starts = [0, *accumulate(span.end - span.start for span in spans)][:-1]
-        self.by_position, self.position_tokens = self._written_by_position()
-        self.by_head, self.head_tokens = self._written_by_head()
+        self._origins = numpy.array([getattr(own, kind) for own in segments])
+        self._capacities = numpy.array([own.capacity for own in segments])
+        self._slots = policy.slot(spans.loop) if kind == "core" else numpy.zeros_like(spans.loop)
+        self.firsts = self._origins + self._slots * self._capacities
+        short = numpy.array([own.short for own in segments])
+        self._address_writes(short)
 
-        packable = [own.short and span.end - span.start == 1 for span, own in zip(spans, segments, strict=True)]
-        self.single = [index for index, packed in enumerate(packable) if not packed]
-        together = [index for index, packed in enumerate(packable) if packed]
-        self.packs = [self._pack(indices) for indices in self._groups(together)]
+        packable = short & (spans.lengths == 1)
+        self.single = [] if packable.all() else numpy.flatnonzero(~packable).tolist()
+        self.packs = [self._pack(indices) for indices in self._groups(numpy.flatnonzero(packable))]
 
-    def _groups(self, together: list[int]) -> list[list[int]]:
+    def _address_writes(self, short: numpy.ndarray) -> None:
+        self.by_position = self.by_head = self.position_tokens = self.head_tokens = None
+        spans, short = self._spans, self._spans.by_token(short)
+        rows, positions = spans.by_token(self.firsts), spans.positions()
+        if short.all():
+            self.by_position = self._tensor(rows + positions)
+            return
+        capacities = spans.by_token(self._capacities)[~short, None]
+        heads = (rows[~short, None]) * self._heads + numpy.arange(self._heads) * capacities
+        self.by_head = self._tensor((heads + positions[~short, None]).ravel())
+        if short.any():
+            self.by_position = self._tensor((rows + positions)[short])
+            self.position_tokens = self._tensor(numpy.flatnonzero(short))
+            self.head_tokens = self._tensor(numpy.flatnonzero(~short))
+
+    def _groups(self, together: numpy.ndarray) -> list[numpy.ndarray]:
         """Share spans out so that little is padded and the copies stay small."""
-        if not together:
+        if not len(together):
             return []
-        ends = numpy.array([self._spans[index].end for index in together])
-        padding = len(ends) * ends.max() - ends.sum()
-        most = PACK_BYTES // self._row_bytes
-        if padding * self._row_bytes <= SPLIT_BYTES and len(ends) * ends.max() <= most:
+        ends = self._spans.end[together]
+        longest, most = ends.max(), PACK_BYTES // self._row_bytes
+        padding = len(ends) * longest - ends.sum()
+        if padding * self._row_bytes <= SPLIT_BYTES and len(ends) * longest <= most:
             return [together]
         order = numpy.argsort(-ends, kind="stable")
         groups = []
         for first, last in _split(ends[order], max(1, SPLIT_BYTES // self._row_bytes)):
             step = max(1, int(most // ends[order[first]]))
-            groups += [order[at : min(at + step, last)] for at in range(first, last, step)]
-        return [sorted(together[i] for i in group) for group in groups]
+            groups += [together[numpy.sort(order[at : min(at + step, last)])] for at in range(first, last, step)]
+        return groups
 
-    def _pack(self, indices: list[int]) -> Pack:
-        ends = numpy.array([self._spans[index].end for index in indices])
+    def _pack(self, indices: numpy.ndarray) -> Pack:
+        ends = self._spans.end[indices]
         longest = int(ends.max())
         slots = numpy.zeros((len(indices), longest), dtype=numpy.int64)
-        if self._layered:
-            for line, index in enumerate(indices):
-                end = self._spans[index].end
-                numpy.minimum(self.segments[index].written[:end], self._slots[index], out=slots[line, :end])
-        capacity = numpy.array([self.segments[index].capacity for index in indices])[:, None]
-        origin = numpy.array([self._origins[index] for index in indices])[:, None]
+        if self._kind == "core":
+            for line, index, end, slot in zip(
+                slots, indices.tolist(), ends.tolist(), self._slots[indices], strict=True
+            ):
+                numpy.minimum(self.segments[index].written[:end], slot, out=line[:end])
         # What pads is masked; it only has to be memory that has been written.
-        position = numpy.minimum(numpy.arange(longest), ends[:, None] - 1)
-        rows = torch.from_numpy(origin + slots * capacity + position).to(self._device)
+        positions = numpy.minimum(numpy.arange(longest), ends[:, None] - 1)
+        rows = self._tensor(self._origins[indices, None] + slots * self._capacities[indices, None] + positions)
         everything = len(indices) == len(self._spans)  # then in order
-        tokens = None if everything else self._tensor([self.starts[index] for index in indices])
+        tokens = None if everything else self._tensor(self._spans.first[indices])
         return Pack(rows, ends, tokens, self._dtype)
 
-    def _written_by_position(self) -> tuple[torch.Tensor | None, torch.Tensor]:
-        rows, tokens = [], []
-        for span, first, segment, token in zip(self._spans, self.firsts, self.segments, self.starts, strict=True):
-            if segment.short:
-                rows += range(first + span.start, first + span.end)
-                tokens += range(token, token + span.end - span.start)
-        return self._tensor(rows) if rows else None, self._tensor(tokens)
-
-    def _written_by_head(self) -> tuple[torch.Tensor | None, torch.Tensor]:
-        places, tokens = [], []
-        for span, first, segment, token in zip(self._spans, self.firsts, self.segments, self.starts, strict=True):
-            if not segment.short:
-                begin = first * self._heads
-                places += [(begin + position, segment.capacity) for position in range(span.start, span.end)]
-                tokens += range(token, token + span.end - span.start)
-        if not places:
-            return None, self._tensor(tokens)
-        row, capacity = self._tensor(places).T
-        heads = torch.arange(self._heads, device=self._device)
-        return (row[:, None] + heads * capacity[:, None]).flatten(), self._tensor(tokens)
-
-    def _tensor(self, values: list) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self._device)
+    def _tensor(self, values: numpy.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)
 
 
 def _split(ends: numpy.ndarray, worth: int) -> list[tuple[int, int]]:

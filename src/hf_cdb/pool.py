@@ -1,5 +1,7 @@
 """Memory for the keys and values of many requests in one tensor, handed out in segments."""
 
+import bisect
+
 import torch
 
 __all__ = ["Pool"]
@@ -53,15 +55,14 @@ class Pool:
 
     def release(self, first: int, rows: int) -> None:
         """Give a segment back."""
-        self._free.append((first, rows))
-        self._free.sort()
-        merged: list[tuple[int, int]] = []
-        for start, length in self._free:
-            if merged and sum(merged[-1]) == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + length)
-            else:
-                merged.append((start, length))
-        self._free = merged
+        index = bisect.bisect(self._free, (first, rows))
+        if index < len(self._free) and first + rows == self._free[index][0]:
+            rows += self._free.pop(index)[1]
+        if index and sum(self._free[index - 1]) == first:
+            index -= 1
+            before, length = self._free.pop(index)
+            first, rows = before, length + rows
+        self._free.insert(index, (first, rows))
 
     def _extend(self, rows: int) -> None:
         layers, held, width = self.tensor.shape

@@ -56,9 +56,9 @@ class PrepackedWeights:
         layers = [] if wanted is False else list(_packable(model))
         if wanted is True and not layers:
             raise ValueError(
-                f"prepack_weights=True: {type(model).__name__} has no plain linear layer of {LEAST_ELEMENTS} weights or "
-                "more on the CPU in a dtype (float32, or bfloat16 and float16 where the processor knows them) that "
-                "oneDNN can pack. Leave prepack_weights at 'auto'."
+                f"prepack_weights=True: {type(model).__name__} has no plain linear layer of {LEAST_ELEMENTS} weights "
+                "or more on the CPU in a dtype that oneDNN can pack: float32, and bfloat16 and float16 where the "
+                "processor knows them. Leave prepack_weights at 'auto'."
             )
         missing = sum(layer.weight.nbytes for layer in layers if layer not in _PACKED)
         if wanted == "auto" and missing > psutil.virtual_memory().available // 4:

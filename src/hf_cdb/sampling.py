@@ -104,15 +104,16 @@ class Sampler:
         """
         logits = logits.float()  # as stock generate
         scores = self._process(rows, logits)
-        tokens = self._draw(rows, scores) if self.do_sample else scores.argmax(-1)
-        for row, logits_line, scores_line in zip(rows, logits, scores, strict=True):
-            if self.keep_logits and row.error is None:
-                row.logits.append(logits_line.clone())
-            if self.keep_scores and row.error is None:
-                row.scores.append(scores_line.clone())
-        return tokens.tolist()
+        tokens = self._draw(rows, scores) if self.do_sample else _largest(scores)
+        if self.keep_logits or self.keep_scores:
+            for row, logits_line, scores_line in zip(rows, logits, scores, strict=True):
+                if self.keep_logits and row.error is None:
+                    row.logits.append(logits_line.clone())
+                if self.keep_scores and row.error is None:
+                    row.scores.append(scores_line.clone())
+        return tokens
 
-    def _draw(self, rows: Sequence[Request], scores: torch.Tensor) -> torch.Tensor:
+    def _draw(self, rows: Sequence[Request], scores: torch.Tensor) -> list[int]:
         probabilities = nn.functional.softmax(scores, dim=-1)
         for row, possible in zip(rows, probabilities.isfinite().all(-1).tolist(), strict=True):
             if not possible and row.error is None:
@@ -122,7 +123,7 @@ class Sampler:
                     "remove_invalid_values=True if the model's own logits are not finite."
                 )
         noise = torch.stack([self.noise.line(row.row, row.seed, len(row.tokens)) for row in rows])
-        return (probabilities / noise).argmax(-1)
+        return _largest(probabilities / noise)
 
     def _process(self, rows: Sequence[Request], scores: torch.Tensor) -> torch.Tensor:
         kinds = self.processors[rows[0].row]
@@ -172,3 +173,9 @@ class Sampler:
         """The row's padded prompt and its tokens so far, int64 `[positions]`."""
         prompt = self.histories[row.row]
         return torch.cat((prompt, prompt.new_tensor(row.tokens)))
+
+
+def _largest(scores: torch.Tensor) -> list[int]:
+    """Where each row of float scores is largest, the first place of several; a NaN counts as largest."""
+    # The same in NumPy, whose search is ten times faster on the CPU.
+    return (scores.numpy() if scores.device.type == "cpu" else scores).argmax(-1).tolist()

@@ -30,10 +30,12 @@ class LoopAdapter(ABC):
         default_kv_policy: the exact one for this model.
         has_gate: whether `gate_logits` works.
         default_threshold: the checkpoint's own exit threshold for its gate, or None.
+        reads_embeds: whether `loop` reads `embeds`; False spares carrying them from launch to launch.
     """
 
     model_type: ClassVar[str]
     may_deepen: ClassVar[bool] = False
+    reads_embeds: ClassVar[bool] = True
     has_gate: bool = False
     default_kv_policy: str = "last_exited"
     default_threshold: float | None = None
@@ -107,7 +109,7 @@ class LoopAdapter(ABC):
 
     @abstractmethod
     def loop(self, state: torch.Tensor, embeds: torch.Tensor, layer_inputs: dict[str, Any]) -> torch.Tensor:
-        """Run the core once: `[1, tokens, width]` to the same."""
+        """Run the core once: `[1, tokens, width]` to the same; `embeds` may be None where `reads_embeds` is False."""
 
     @abstractmethod
     def coda(self, state: torch.Tensor, layer_inputs: dict[str, Any], keep: torch.Tensor | None = None) -> torch.Tensor:

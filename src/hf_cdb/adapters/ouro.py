@@ -14,6 +14,7 @@ __all__ = ["OuroAdapter"]
 @register_adapter("ouro")
 class OuroAdapter(LoopAdapter):
     has_gate = True
+    reads_embeds = False
 
     def __init__(self, model):
         super().__init__(model)

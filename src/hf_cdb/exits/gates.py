@@ -71,6 +71,7 @@ class Preloop(ExitRule):
     """
 
     name = "preloop"
+    reads_states = False
     default_threshold = 0.5
 
     def __init__(self, head: nn.Module | None = None, threshold: float | None = None):

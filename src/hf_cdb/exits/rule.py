@@ -16,6 +16,7 @@ class ExitRule(ABC):
     Attributes:
         name: what configs call the rule.
         needs_logits: whether `leave` reads logits; they cost a run of the coda in every loop.
+        reads_states: whether `leave` reads `previous`, `state` or `logits`; False spares gathering them.
         default_threshold: used where none is given.
         lookahead: 1 where a True takes effect one loop later; set by `configure`.
         score: what the last call of `leave` held against the threshold, `[rows]`; None where the rule has no such
@@ -24,6 +25,7 @@ class ExitRule(ABC):
 
     name: str = "user"
     needs_logits: bool = False
+    reads_states: bool = True
     default_threshold: float | None = None
     lookahead: int = 0
     score: torch.Tensor | None = None
