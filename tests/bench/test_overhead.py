@@ -12,6 +12,7 @@ from hf_cdb.bench.part_clock import PartClock
 from hf_cdb.cli import main
 from hf_cdb.engine import Engine
 from hf_cdb.request import Request
+from hf_cdb.scheduler import Scheduler
 
 
 @pytest.fixture(autouse=True)
@@ -21,41 +22,52 @@ def _same_threads():
     torch.set_num_threads(threads)
 
 
-class Ticking:
-    """A clock that goes on by one second with every look at it."""
+class Clock:
+    """A clock that moves when it is told to, and by `read` with every look at it."""
 
-    def __init__(self):
-        self.now = 0.0
+    def __init__(self, read=0):
+        self.seconds, self.read = 0, read
 
-    def perf_counter(self):
-        self.now += 1
-        return self.now
+    def __call__(self):
+        self.seconds += self.read
+        return self.seconds
 
 
 class Worker:
+    """Works 20 seconds, in the middle of which another part works 3."""
+
+    def __init__(self, clock):
+        self.clock = clock
+
     def outer(self):
-        return self.inner() + 1
+        self.clock.seconds += 12
+        found = self.inner() + 1
+        self.clock.seconds += 8
+        return found
 
     def inner(self):
+        self.clock.seconds += 3
         return 1
 
 
-def test_every_moment_belongs_to_the_innermost_part(monkeypatch):
-    monkeypatch.setattr("hf_cdb.bench.part_clock.time", Ticking())
-    clock, worker = PartClock(), Worker()
+@pytest.mark.parametrize("read", [0, 100])
+def test_every_moment_belongs_to_the_innermost_part(read):
+    now = Clock(read)
+    clock, worker = PartClock(now), Worker(now)
     clock.watch(worker, "outer", "outer", then="after")
     clock.watch(worker, "inner", "inner")
     assert worker.outer() == 2  # not started: nothing is counted
     clock.start("before")
+    now.seconds += 1
     assert worker.outer() == 2
-    # start 1, outer enters 2, inner enters 3 and leaves 4, outer leaves 5, stop 6
-    assert clock.stop() == {"before": 1, "outer": 2, "inner": 1, "after": 1}
+    now.seconds += 5
+    assert clock.stop() == {"before": 1, "outer": 20, "inner": 3, "after": 5}
     clock.start("again")
-    assert clock.stop() == {"again": 1}
+    assert clock.stop() == {"again": 0}
 
 
 def test_parts_that_raise_end():
-    clock, worker = PartClock(), Worker()
+    clock, worker = PartClock(), Worker(Clock())
     worker.inner = lambda: 1 / 0
     clock.watch(worker, "outer", "outer")
     clock.start("rest")
@@ -90,37 +102,62 @@ def test_rows_of_nothing_run_as_others_do():
     assert len(engine.stats.depths) >= 3, "rows that all leave together would hide what mixed depths cost"
 
 
-def test_parts_make_up_the_launch(monkeypatch):
-    """Every part is there, and the stand-in's own work is not counted."""
-    ticking, plain = Ticking(), NullAdapter.prelude
+def test_the_parts_of_a_launch_by_hand(monkeypatch):
+    """A clock that stands still but for work of known length; that of the stand-ins is a thousand times longer."""
+    now, layers = Clock(), []
 
-    def prelude(self, *arguments):
-        ticking.now += 10_000
-        return plain(self, *arguments)
+    def working(owner, name, seconds):
+        plain = getattr(owner, name)
 
-    monkeypatch.setattr(NullAdapter, "prelude", prelude)
-    for module in ("part_clock", "null_model"):
-        monkeypatch.setattr(f"hf_cdb.bench.{module}.time", ticking)
-    entries = measure(rows=6, launches=8, prompt=3, hidden=4)
-    stages = [entry["stage"] for entry in entries]
-    assert stages.count("loop") >= 7
-    assert {"prelude", "coda"} < set(stages)
-    for entry in entries:
-        assert entry["seconds"] == sum(entry[name] for name in PARTS) < 10_000
-        assert all(entry[name] > 0 for name in ("scheduler", "addressing", "gather", "results"))
-        assert (entry["rule"] > 0) == (entry["stage"] != "coda")
-    assert all(entry["rows"] == 6 for entry in entries if entry["stage"] == "loop")
+        def method(*arguments):
+            now.seconds += seconds() if callable(seconds) else seconds
+            return plain(*arguments)
+
+        monkeypatch.setattr(owner, name, method)
+
+    def layer():
+        layers.append(1)
+        return 9_000 if len(layers) % 2 else 8_960  # the first of a launch has the addressing to do, 40 s
+
+    for owner, name, seconds in (
+        (Scheduler, "next", 1),
+        (Scheduler, "commit", 2),
+        (Engine, "_positions", 4),
+        (Engine, "_decide", 7),
+        (Engine, "_begin_tokens", 8),
+        (Engine, "_ends", 100),
+        (NullAdapter, "_layer", layer),
+        (NullAdapter, "gate_logits", 1_000),
+        (NullAdapter, "prelude", 10_000),
+        (NullSampler, "choose", 2_000),
+    ):
+        working(owner, name, seconds)
+    monkeypatch.setattr("hf_cdb.bench.overhead.PartClock", lambda: PartClock(now))
+    found = {"prelude": 0, "loop": 0, "coda": 0}
+    for entry in measure(rows=6, launches=8, prompt=3, hidden=4):
+        found[entry["stage"]] += 1
+        rows = entry["rows"]
+        expected = {
+            "prelude": {"addressing": 4, "gather": 0, "rule": 8, "results": 0},
+            "loop": {"addressing": 44, "gather": 0, "rule": 7, "results": 0},
+            "coda": {"addressing": 0, "gather": 0, "rule": 0, "results": 100 * rows},
+        }[entry["stage"]]
+        assert {name: entry[name] for name in PARTS} == {"scheduler": 3, **expected}
+        assert entry["seconds"] == 3 + sum(expected.values())
+        assert entry["stage"] != "loop" or rows == 6
+    assert found["loop"] == 8
+    assert found["prelude"] > 0 < found["coda"]
 
 
 def test_a_request_comes_and_goes(monkeypatch):
     """On a clock that goes on by 7 s with every request that is queued and by 5 s with every one that ends."""
-    ticking, ended = Ticking(), []
+    now, ended = Clock(), []
 
     def slow(name, seconds):
         plain = getattr(Engine, name)
 
         def method(self, argument):
-            ticking.now += seconds
+            now.seconds += seconds
             ended.append(argument)
             return plain(self, argument)
 
@@ -128,12 +165,9 @@ def test_a_request_comes_and_goes(monkeypatch):
 
     slow("add_request", 7)
     slow("cancel", 5)
-    for module in ("part_clock", "null_model", "overhead"):
-        monkeypatch.setattr(f"hf_cdb.bench.{module}.time", ticking)
+    monkeypatch.setattr("hf_cdb.bench.overhead.PartClock", lambda: PartClock(now))
     found = measure_requests(rows=4, prompt=3, hidden=4)
-    # and one second more in all: the look at the clock that ends it
-    assert (found["arrive"], found["end"]) == (7.25, 5.25)
-    assert found["enter"] > 0
+    assert found == {"arrive": 7, "enter": 0, "end": 5}
     assert sorted(ended[4:]) == [0, 1, 2, 3]
 
 

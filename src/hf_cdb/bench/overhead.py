@@ -2,13 +2,13 @@
 and the choice of tokens.
 
 The engine is the real one, and so are its scheduler, its cache, its addressing and the exit rule, the gate. Only the
-model is none: its stages hand out tensors that were made before. What is measured is wall time of `Engine.step`, split
-by who spends it; what goes to the stand-in for the model is left out.
+model is none: its stages hand out tensors that were made before. What is measured is the processor time of the thread
+in `Engine.step`, in which other processes do not show, split by who spends it; what goes to the stand-in for the model
+is left out.
 """
 
 import argparse
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,18 +96,18 @@ def measure_requests(rows: int, prompt: int = 8, hidden: int = 512, depth: int =
         Seconds a request: "arrive" in the queue, "enter" by the first launch, "end" and give its memory back.
     """
     engine, clock, requests = _engine(rows, 1, prompt, hidden, depth, seed)
-    began = time.perf_counter()
+    began = clock.now()
     for request in requests:
         engine.add_request(request)
-    arrived = time.perf_counter()
+    arrived = clock.now()
     clock.start("gather")
     engine.step()
     entered = _entry("prelude", rows, clock.stop())["seconds"]
     order = numpy.random.default_rng(seed).permutation(rows).tolist()
-    ending = time.perf_counter()
+    ending = clock.now()
     for key in order:
         engine.cancel(key)
-    ended = time.perf_counter()
+    ended = clock.now()
     return {"arrive": (arrived - began) / rows, "enter": entered / rows, "end": (ended - ending) / rows}
 
 
@@ -199,8 +199,10 @@ def _medians(rows: int, entries: list[dict]) -> list[dict]:
 
 
 def _print(arguments: argparse.Namespace, medians: list[dict], fits: dict[str, Fit]) -> None:
-    print("Engine time of a launch outside model, attention, KV writes and sampling; medians, microseconds.")
-    print(f"States of {arguments.hidden} float32, {arguments.depth} loops, gate, {arguments.threads} thread(s).\n")
+    print("Processor time of the engine for a launch, without model, attention, KV writes and sampling.")
+    print(
+        f"Medians, microseconds. States of {arguments.hidden} float32, {arguments.depth} loops, gate, {arguments.threads} thread(s).\n"
+    )
     columns = {"stage": "", "in flight": "d", "rows": ".0f", "us": ".0f", "us a row": ".2f", "slope": ".2f"}
     rows: list[dict[str, Any]] = []
     for entry in medians:

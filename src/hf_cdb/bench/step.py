@@ -29,12 +29,11 @@ from ..attention import DEPTH_ATTENTION, depth_attention
 from ..config import CDBConfig
 from ..engine import Engine
 from ..places import Span
-from ..request import Request
-from ..sampling import Sampler
 from ..trace import TracedLaunch
 from .costs import CostTable
 from .models import add_model_arguments, load_model
 from .report import Report, add_output_arguments, add_run_arguments, check_plot, markdown_table, save_plot, set_threads
+from .systems import greedy_requests
 
 __all__ = ["Cell", "add_arguments", "measure_cell", "run", "summarise"]
 
@@ -149,12 +148,7 @@ def measure_cell(model: PreTrainedModel, cell: Cell, seed: int = 0) -> None:
     adapter = adapter_for(model)
     config = CDBConfig(exit_rule="never", kv_policy="modular", kv_slots=1, max_num_seqs=cell.width)
     engine = Engine(adapter, config.resolve(adapter))
-    prompts = [torch.ones(1, dtype=torch.long)] * cell.width
-    sampler = Sampler([[] for _ in prompts], prompts, do_sample=False)
-    requests = [
-        Request(key=row, row=row, prompt_ids=prompt, max_new_tokens=cell.context + 4, sampler=sampler)
-        for row, prompt in enumerate(prompts)
-    ]
+    requests = greedy_requests([[1]] * cell.width, [cell.context + 4] * cell.width)
     for request in requests:
         engine.add_request(request)
     with _AttentionClock() as clock:
@@ -306,7 +300,10 @@ def _draw(axes: Any, cells: list[Cell], contexts: list[int]) -> None:
         axes[1].plot(widths, [cell.attention_share for cell in own], marker="o", label=f"context {context}")
     for panel, label in zip(axes, ("one launch of the loop, ms", "share of attention"), strict=True):
         panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter("{x:g}")
         panel.set_xlabel("rows")
         panel.set_ylabel(label)
         panel.legend()
     axes[0].set_yscale("log")
+    axes[0].yaxis.set_major_formatter("{x:g}")
+    axes[0].yaxis.set_minor_formatter("{x:g}")

@@ -1,6 +1,7 @@
 """What the benchmarks compare: ways to serve one workload with one model."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from .models import plain_generation
 from .paged import generate_paged
 from .workloads import Workload
 
-__all__ = ["SYSTEMS", "Run", "cdb_settings", "serve", "serve_engine"]
+__all__ = ["SYSTEMS", "Run", "cdb_settings", "greedy_requests", "serve", "serve_engine"]
 
 # Name -> what it is called in tables.
 SYSTEMS = {
@@ -92,6 +93,16 @@ def cdb_settings(model: PreTrainedModel, workload: Workload, **asked: Any) -> di
     return {**asked, "exit_rule": "replay", "exit_depths": workload.depths}
 
 
+def greedy_requests(prompts: Sequence[Sequence[int]], new_tokens: Sequence[int]) -> list[Request]:
+    """Requests for an engine, numbered in their order, that take the most probable tokens."""
+    ids = [torch.tensor(prompt) for prompt in prompts]
+    sampler = Sampler([()] * len(ids), ids, do_sample=False)
+    return [
+        Request(key=row, row=row, prompt_ids=prompt, max_new_tokens=new, sampler=sampler)
+        for row, (prompt, new) in enumerate(zip(ids, new_tokens, strict=True))
+    ]
+
+
 def serve_engine(model: PreTrainedModel, workload: Workload, config: CDBConfig) -> Run:
     """Serve the workload by the engine that `generate(cdb=...)` uses, each request with its own length.
 
@@ -100,13 +111,8 @@ def serve_engine(model: PreTrainedModel, workload: Workload, config: CDBConfig) 
     """
     adapter = adapter_for(model)
     begin = time.perf_counter()
-    prompts = [torch.tensor(prompt) for prompt in workload.prompts]
-    sampler = Sampler([[] for _ in prompts], prompts, do_sample=False)
     engine = Engine(adapter, config.resolve(adapter))
-    requests = [
-        Request(key=row, row=row, prompt_ids=prompt, max_new_tokens=new, sampler=sampler)
-        for row, (prompt, new) in enumerate(zip(prompts, workload.new_tokens, strict=True))
-    ]
+    requests = greedy_requests(workload.prompts, workload.new_tokens)
     for request in requests:
         engine.add_request(request)
     engine.run()
