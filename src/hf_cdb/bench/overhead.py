@@ -128,11 +128,10 @@ def _watch(engine: Engine, adapter: NullAdapter, sampler: NullSampler) -> PartCl
     clock = PartClock()
     for name in ("next", "commit"):
         clock.watch(engine.scheduler, name, "scheduler")
-    for name in ("_spans", "_positions"):
-        clock.watch(engine, name, "addressing")
+    clock.watch(engine, "_batch", "addressing")
     clock.watch(engine.cache, "bind", "addressing")
-    for name in ("_decide", "_begin_tokens"):
-        clock.watch(engine, name, "rule")
+    clock.watch(engine, "_decide", "rule")
+    clock.watch(engine.rule, "begin", "rule")
     for stage in STAGES:
         clock.watch(adapter, stage, "model", then="results")
     for name in ("start", "gate_logits", "layer_inputs"):

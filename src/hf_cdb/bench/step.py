@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -28,7 +29,7 @@ from ..adapters import adapter_for
 from ..attention import DEPTH_ATTENTION, depth_attention
 from ..config import CDBConfig
 from ..engine import Engine
-from ..places import Span
+from ..places import Spans
 from ..trace import TracedLaunch
 from .costs import CostTable
 from .models import add_model_arguments, load_model
@@ -191,9 +192,9 @@ def _fill(engine: Engine, cell: Cell, seed: int) -> None:
     new = torch.randn(shape, dtype=adapter.dtype, device=adapter.device, generator=generator)
     for row in range(cell.width):
         for start in range(0, cell.context, length):
-            span = Span(row, start, min(start + length, cell.context))
-            engine.cache.bind([span])
-            part = new[:, :, : span.end - span.start]
+            end = min(start + length, cell.context)
+            engine.cache.bind(Spans([row], numpy.array([start]), numpy.array([end]), loop=numpy.array([1])))
+            part = new[:, :, : end - start]
             for layer_idx in range(adapter.prelude_layers + adapter.core_layers + adapter.coda_layers):
                 engine.cache.update(part, part, layer_idx)
 
