@@ -36,6 +36,7 @@ class DepthCache(Cache):
         self._segments: dict[int, Segment] = {}
         self._places: dict[str, Places] = {}
         self.bound: Spans | None = None
+        self._written = numpy.empty(0, dtype=numpy.int16)  # see `Places`
         # One for all layers and launches: getting so much memory again each time costs a page fault for every 4 KiB.
         self._copy: torch.Tensor | None = None
 
@@ -74,8 +75,11 @@ class DepthCache(Cache):
         """Give request `key` room for `capacity` positions."""
         core, outer = (pool.allocate(self._rows(kind, capacity)) for kind, pool in self._pools.items())
         short = capacity * self._heads * self.adapter.head_dim * self.adapter.dtype.itemsize <= SHORT_BYTES
-        written = numpy.full(capacity, self.policy.slots - 1) if short else None
-        self._segments[key] = Segment(capacity, core, outer, short, written)
+        self._segments[key] = Segment(capacity, core, outer, short)
+        missing = self._pools["core"].tensor.shape[1] - len(self._written)
+        if missing > 0:
+            self._written = numpy.concatenate((self._written, numpy.empty(missing, dtype=numpy.int16)))
+        self._written[core : core + capacity] = self.policy.slots - 1
 
     def free(self, key: int) -> None:
         """Take back what request `key` holds; nothing happens where it holds nothing."""
@@ -151,7 +155,7 @@ class DepthCache(Cache):
     def _bound_places(self, kind: str) -> "Places":
         if kind not in self._places:
             segments = [self._segments[key] for key in self.bound.keys]
-            self._places[kind] = Places(self.bound, segments, kind, self.policy, self.adapter)
+            self._places[kind] = Places(self.bound, segments, kind, self.policy, self._written, self.adapter)
         return self._places[kind]
 
     def fill(self, key: int, position: int, depth: int) -> None:
@@ -165,7 +169,7 @@ class DepthCache(Cache):
             return
         segment = self._segments[key]
         if segment.short:
-            segment.written[position] = unwritten[0] - 1
+            self._written[segment.core + position] = unwritten[0] - 1
             return
         rows = self._pools["core"].tensor.narrow(1, segment.core, self._rows("core", segment.capacity))
         entries = rows.view(rows.shape[0], self.policy.slots, self._heads, segment.capacity, -1)[..., position, :]

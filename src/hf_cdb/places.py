@@ -66,17 +66,12 @@ class Segment:
 
     In a short request a row is a position, `[2, kv heads, head dim]`, which copying needs. In others the memory of a
     slot is `[2, kv heads, capacity, head dim]`: a head is one stretch, which long reads need.
-
-    Attributes:
-        written: int64 `[capacity]` of a short request: the last core slot that each position has written. Reading
-            copies anyway, so it takes the entry of a token that left early from there, and nothing is filled.
     """
 
     capacity: int
     core: int
     outer: int
     short: bool
-    written: numpy.ndarray | None = None
 
 
 class Pack:
@@ -119,6 +114,9 @@ class Places:
         segments: by span the segment of its request.
         kind: "core", or "outer" for the layers before and after the loop, which have one slot.
         policy: slot arithmetic of the core.
+        written: int16 `[rows of the core's pool]`, at the first `capacity` rows of a short request: the last slot that
+            each of its positions has written. Reading copies anyway, so it takes the entry of a token that left early
+            from there, and nothing is filled.
 
     Attributes:
         firsts: int64 `[spans]`, the first row of the slot of its loop.
@@ -131,8 +129,16 @@ class Places:
         single: the others, which are attended to one by one.
     """
 
-    def __init__(self, spans: Spans, segments: list[Segment], kind: str, policy: KVPolicy, adapter: LoopAdapter):
-        self._spans, self.segments, self._kind = spans, segments, kind
+    def __init__(
+        self,
+        spans: Spans,
+        segments: list[Segment],
+        kind: str,
+        policy: KVPolicy,
+        written: numpy.ndarray,
+        adapter: LoopAdapter,
+    ):
+        self._spans, self.segments, self._kind, self._written = spans, segments, kind, written
         self._device, self._dtype = adapter.device, adapter.dtype
         self._heads = 2 * adapter.kv_heads
         self._row_bytes = self._heads * adapter.head_dim * adapter.dtype.itemsize
@@ -181,15 +187,13 @@ class Places:
     def _pack(self, indices: numpy.ndarray) -> Pack:
         ends = self._spans.end[indices]
         longest = int(ends.max())
-        slots = numpy.zeros((len(indices), longest), dtype=numpy.int64)
-        if self._kind == "core":
-            for line, index, end, slot in zip(
-                slots, indices.tolist(), ends.tolist(), self._slots[indices], strict=True
-            ):
-                numpy.minimum(self.segments[index].written[:end], slot, out=line[:end])
         # What pads is masked; it only has to be memory that has been written.
         positions = numpy.minimum(numpy.arange(longest), ends[:, None] - 1)
-        rows = self._tensor(self._origins[indices, None] + slots * self._capacities[indices, None] + positions)
+        rows = self._origins[indices, None] + positions
+        if self._kind == "core":
+            slots = numpy.minimum(self._written[rows], self._slots[indices, None])
+            rows += slots * self._capacities[indices, None]
+        rows = self._tensor(rows)
         everything = len(indices) == len(self._spans)  # then in order
         tokens = None if everything else self._tensor(self._spans.first[indices])
         return Pack(rows, ends, tokens, self._dtype)
