@@ -66,7 +66,8 @@ class Batch:
 
     def tensor(self, values) -> torch.Tensor:
         """int64, on the device."""
-        return torch.from_numpy(numpy.asarray(values, dtype=numpy.int64)).to(self.device)
+        made = torch.from_numpy(numpy.asarray(values, dtype=numpy.int64))
+        return made if self.device.type == "cpu" else made.to(self.device)
 
 
 class RowStates:
@@ -86,7 +87,7 @@ class RowStates:
             name: "state" or "embeds".
         """
         if not batch.prompts:
-            return self._tables[name][batch.places]
+            return self._tables[name].index_select(0, batch.places)
         parts = [(batch.spans.first[index], self._part(name, batch, index)) for index in batch.prompts]
         if len(batch) == 1:
             return parts[0][1]
@@ -101,7 +102,7 @@ class RowStates:
         """Keep `values` `[tokens, width]` for the launches to come."""
         if batch.decoding:
             lines = values if not batch.prompts else values[batch.decoding_tokens]
-            self._table(name, max(batch.launch.places), lines)[batch.places] = lines
+            self._table(name, max(batch.launch.places), lines).index_copy_(0, batch.places, lines)
         for index in batch.prompts:
             row, first = batch.rows[index], batch.spans.first[index]
             part = values[first : first + batch.spans.lengths[index]]

@@ -209,9 +209,11 @@ class Engine:
         if len(deciding) < len(batch):
             places = batch.tensor([batch.launch.places[index] for index in deciding])
             depths = [depths[index] for index in deciding]
-            if self.rule.reads_states:
-                tokens, spans = batch.tensor(spans.first[deciding]), spans.take(deciding)
-                previous, state = previous[tokens], state[tokens]
+            tokens = batch.tensor(spans.first[deciding])
+            if self.rule.reads_previous:
+                previous = previous.index_select(0, tokens)
+            if self.rule.reads_state:
+                state, spans = state.index_select(0, tokens), spans.take(deciding)
         leave = self.rule.leave(places, depths, previous, state, lambda: self._ask(spans, state))
         for index, flag in zip(deciding, _check_flags(self.rule, leave, len(deciding)), strict=True):
             flags[index] = flag

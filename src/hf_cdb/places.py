@@ -37,10 +37,10 @@ class Spans:
     def __init__(self, keys: Sequence[int], start: numpy.ndarray, end: numpy.ndarray, loop: numpy.ndarray):
         self.keys, self.start, self.end, self.loop = keys, start, end, loop
         self.lengths = end - start
-        self.last = self.lengths.cumsum() - 1
-        self.first = self.last - self.lengths + 1
-        self.tokens = int(self.last[-1]) + 1
+        self.tokens = int(self.lengths.sum())
         self.single = self.tokens == len(keys)
+        self.last = numpy.arange(len(keys)) if self.single else self.lengths.cumsum() - 1
+        self.first = self.last if self.single else self.last - self.lengths + 1
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -55,6 +55,7 @@ class EntropyDiff(ExitRule):
 
     name = "entropy-diff"
     needs_logits = True
+    reads_previous = False
     default_threshold = 1e-3
 
     def check(self):
@@ -77,6 +78,7 @@ class KLDivergence(ExitRule):
 
     name = "kl"
     needs_logits = True
+    reads_previous = False
     default_threshold = 1e-3
 
     def check(self):
@@ -118,6 +120,7 @@ class ArgmaxStability(ExitRule):
 
     name = "argmax-stability"
     needs_logits = True
+    reads_previous = False
     default_threshold = 5
 
     def check(self):
@@ -145,6 +148,7 @@ class Confidence(ExitRule):
 
     name = "confidence"
     needs_logits = True
+    reads_previous = False
     default_threshold = 0.9
 
     def check(self):

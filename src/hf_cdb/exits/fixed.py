@@ -11,7 +11,7 @@ class Never(ExitRule):
     """Full depth for every token: exits are off."""
 
     name = "never"
-    reads_states = False
+    reads_state = reads_previous = False
 
     def leave(self, places, depths, previous, state, logits):
         return [False] * len(depths)
@@ -25,7 +25,7 @@ class Replay(ExitRule):
     """
 
     name = "replay"
-    reads_states = False
+    reads_state = reads_previous = False
 
     def __init__(self, depths: Sequence[Sequence[int]]):
         self.depths = [list(row) for row in depths]

@@ -24,6 +24,7 @@ class Gate(ExitRule):
     """
 
     name = "gate"
+    reads_previous = False
     default_threshold = 1.0
     default_head_threshold = 0.5
 
@@ -71,7 +72,7 @@ class Preloop(ExitRule):
     """
 
     name = "preloop"
-    reads_states = False
+    reads_state = reads_previous = False
     default_threshold = 0.5
 
     def __init__(self, head: nn.Module | None = None, threshold: float | None = None):

@@ -16,7 +16,8 @@ class ExitRule(ABC):
     Attributes:
         name: what configs call the rule.
         needs_logits: whether `leave` reads logits; they cost a run of the coda in every loop.
-        reads_states: whether `leave` reads `previous`, `state` or `logits`; False spares gathering them.
+        reads_state, reads_previous: whether `leave` reads `state` (or calls `logits`) and `previous`; False spares
+            gathering the rows of that tensor, and it comes with all rows of the launch.
         default_threshold: used where none is given.
         lookahead: 1 where a True takes effect one loop later; set by `configure`.
         score: what the last call of `leave` held against the threshold, `[rows]`; None where the rule has no such
@@ -25,7 +26,8 @@ class ExitRule(ABC):
 
     name: str = "user"
     needs_logits: bool = False
-    reads_states: bool = True
+    reads_state: bool = True
+    reads_previous: bool = True
     default_threshold: float | None = None
     lookahead: int = 0
     score: torch.Tensor | None = None
