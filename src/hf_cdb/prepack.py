@@ -6,7 +6,7 @@ of the weights, which lasts as long as the model or until `release`.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import psutil
@@ -29,7 +29,8 @@ _PACKED: "weakref.WeakKeyDictionary[nn.Module, _Packed]" = weakref.WeakKeyDictio
 
 def is_plain(layer: nn.Module) -> bool:
     """Whether nobody (adapters, quantisation, offloading) changes what calling a linear layer means."""
-    replaced = "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks
+    forward = vars(layer).get("forward")  # in the middle of a launch it may be that of prepacked weights
+    replaced = not isinstance(forward, _Multiply | None) or layer._forward_hooks or layer._forward_pre_hooks
     # Quantised and sharded weights are tensors of other types, which know how to be a layer's and may know no more.
     return type(layer) is nn.Linear and type(layer.weight) in (nn.Parameter, torch.Tensor) and not replaced
 
@@ -64,7 +65,7 @@ class PrepackedWeights:
         if wanted == "auto" and missing > psutil.virtual_memory().available // 4:
             layers = []
         self.layers, self.nbytes = len(layers), sum(layer.weight.nbytes for layer in layers)
-        self._forwards = [(vars(layer), _forward_of(layer)) for layer in layers]
+        self._forwards = [(vars(layer), _packed(layer)) for layer in layers]
 
     def __enter__(self) -> None:
         for attributes, forward in self._forwards:
@@ -72,7 +73,7 @@ class PrepackedWeights:
 
     def __exit__(self, *error) -> None:
         for attributes, _ in self._forwards:
-            del attributes["forward"]
+            attributes.pop("forward", None)
 
 
 def release(model: nn.Module) -> None:
@@ -97,20 +98,31 @@ def _packable(model: nn.Module) -> Iterator[nn.Linear]:
 
 
 @torch.no_grad()
-def _forward_of(layer: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+def _packed(layer: nn.Linear) -> "_Multiply":
     """What the layer does, with its weights packed."""
-    weight, bias = layer.weight.detach(), layer.bias
+    weight = layer.weight.detach()
     probe = torch.linspace(-1.0, 1.0, weight.shape[1], dtype=weight.dtype)
     probed, packed = weight @ probe, _PACKED.get(layer)
     if packed is None or not torch.equal(packed.probed, probed):
-        packed = _Packed(probed, torch.ops.mkldnn._reorder_linear_weight(weight))
+        packed = _Packed(probed, _reorder(weight))
         _PACKED[layer] = packed
-    multiply, blocked, dtype = torch.ops.mkldnn._linear_pointwise, packed.weight, weight.dtype
+    return _Multiply(layer, packed.weight)
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+
+class _Multiply:
+    """Stands in for the `forward` of a layer."""
+
+    def __init__(self, layer: nn.Linear, packed: torch.Tensor):
+        self.layer, self.packed = layer, packed
+        self.bias, self.dtype = layer.bias, layer.weight.dtype
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         # Another thread may train the model meanwhile, autocast it, or give it anything else that a layer takes.
-        if torch.is_grad_enabled() or x.dtype != dtype or torch.is_autocast_enabled("cpu"):
-            return nn.functional.linear(x, layer.weight, layer.bias)
-        return multiply(x, blocked, bias, "none", [], "")
+        if torch.is_grad_enabled() or x.dtype != self.dtype or torch.is_autocast_enabled("cpu"):
+            return nn.functional.linear(x, self.layer.weight, self.layer.bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
-    return forward
+
+def _reorder(weight: torch.Tensor) -> torch.Tensor:
+    # The pair of operators that `torch.compile` emits for constant weights; one order serves all numbers of rows.
+    return torch.ops.mkldnn._reorder_linear_weight(weight)
