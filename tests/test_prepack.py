@@ -117,7 +117,7 @@ def test_copies_end_with_the_model_or_by_release():
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_generation_is_the_same(threads):
-    """Tokens and depths equal those without packing and logits but for rounding; threads keep out of each other's way."""
+    """Tokens and depths are those without packing, logits but for rounding, and threads do not mix."""
     model = random_ouro(hidden_size=256, intermediate_size=640, vocab_size=600, initializer_range=0.05)
     ids, mask = left_pad(prompts(5, 9, 7))
     settings = {"exit_rule": "confidence", "exit_threshold": 0.01, "max_num_seqs": 2}
