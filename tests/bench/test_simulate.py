@@ -178,6 +178,14 @@ def test_the_command_on_a_table(table, tmp_path, capsys):
     assert max(fastest["full depth"]) < max(fastest["no refill"]) < max(fastest["refill"])
 
 
+def test_the_picture(table, tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures are an extra, hf-cdb[bench]")
+    path = tmp_path / "figures.png"
+    sizes = ["--width", "2", "4", "--coda", "1", "2", "--new", "3", "--requests", "9"]
+    assert main(["bench", "simulate", "--costs", str(table), *sizes, "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_command_on_this_machine(tmp_path, capsys):
     costs, figures = tmp_path / "costs.json", tmp_path / "figures.json"
     sizes = ["--model", "tiny-ouro", "--width", "2", "--prompt", "1-5", "--new", "3", "--requests", "4", "--turns", "1"]

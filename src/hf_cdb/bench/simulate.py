@@ -280,7 +280,11 @@ def _draw(axes: Any, rows: list[dict]) -> None:
             latency = [1e3 * row["normalised_latency"][q] for row in own]
             (line,) = axes[1].plot(widths, latency, style, color=axes[0].lines[-1].get_color())
             line.set_label(f"{name}, {q}")
-    axes[0].set(xscale="log", xlabel="rows in flight, W", ylabel="tokens per second")
-    axes[1].set(xscale="log", yscale="log", xlabel="rows in flight, W", ylabel="normalised latency, ms a token")
+    axes[0].set(ylabel="tokens per second")
+    axes[1].set(yscale="log", ylabel="normalised latency, ms a token")
+    widths = sorted({row["max_num_seqs"] for row in rows})
     for part in axes:
+        part.set_xscale("log", base=2)
+        part.set_xticks(widths, [str(width) for width in widths])
+        part.set_xlabel("rows in flight, W")
         part.legend(fontsize="small")
