@@ -198,6 +198,11 @@ def test_the_command_on_this_machine(tmp_path, capsys):
     assert CostTable.load(costs).about["model"] == "tiny-ouro"
 
 
+def test_launches_that_return_early_are_not_timed(capsys):
+    assert main(["bench", "simulate", "--device", "cuda"]) == 2
+    assert "device='cuda': launches are timed on the CPU only" in capsys.readouterr().err
+
+
 def test_costs_from_a_trace(tmp_path, capsys):
     workload = random_workload()
     _, trace = serve_arrivals(adapter_for(ToyModel()), Settings(4), workload, [0.0] * len(workload), trace=True)

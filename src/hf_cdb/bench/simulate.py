@@ -119,6 +119,11 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         raise ValueError(f"minutes={arguments.minutes} goes with --rate and without --requests.")
     if arguments.costs is not None and arguments.fit is not None:
         raise ValueError("--costs and --fit both say what launches cost. Give one of them.")
+    if arguments.costs is None and arguments.fit is None and arguments.device != "cpu":
+        raise ValueError(
+            f"device={arguments.device!r}: launches are timed on the CPU only, where they end when they return. Write "
+            "a cost table by `hf-cdb bench step --save-costs FILE` there, and give it by --costs."
+        )
     if arguments.mix == LIVE:
         raise ValueError(f"mix={LIVE!r}: a simulation runs no model whose rule could decide. Name a mix, or --trace.")
     if arguments.check and 1 in arguments.lookahead:
