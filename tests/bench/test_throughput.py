@@ -62,6 +62,7 @@ def test_the_command(tmp_path, capsys):
         assert f"| {name} |" in printed
     content = json.loads((tmp_path / "a.json").read_text())
     assert len(content["workload"]["checksum"]) == 64
+    assert (content["settings"]["mix"], content["settings"]["kv_policy"]) == ("shallow-heavy", "last_exited")
     rows = {row["system"]: row for row in content["systems"]}
     assert rows["cdb, refill"]["decode_share"]["median"] > 0
     assert rows["stock generate"]["tokens_as_full_depth"] == 1

@@ -14,6 +14,7 @@ from ..adapters import adapter_for
 from ..config import CDBConfig
 from ..kv_policy import POLICIES
 from .comparison import compare
+from .mixes import default_mix
 from .models import add_model_arguments, load_model, load_tokenizer
 from .ratios import Spread, in_turns
 from .report import (
@@ -108,7 +109,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     rows = [compare(name, runs, workload) for name in systems]
 
     shown = {key: str(value) for key, value in settings.items() if key != "exit_depths"}
-    resolved = {"systems": list(systems), "requests": len(workload), "cdb": shown}
+    mix = None if arguments.trace is not None else arguments.mix or default_mix(adapter.full_depth)
+    policy = settings.get("kv_policy", "auto")
+    resolved = {
+        "systems": list(systems),
+        "requests": len(workload),
+        "mix": mix,
+        "kv_policy": adapter.default_kv_policy if policy == "auto" else policy,
+        "cdb": shown,
+    }
     report = Report(arguments, model, workload.summary(), resolved)
     report.add("systems", rows)
     _print(arguments, report, rows)
@@ -179,7 +188,7 @@ def measure(
 
 def _print(arguments: argparse.Namespace, report: Report, rows: list[dict[str, Any]]) -> None:
     workload, model = report.content["workload"], report.content["model"]
-    depths = arguments.mix or (f"recorded in {arguments.trace.name}" if arguments.trace else "the default mix")
+    depths = report.content["settings"]["mix"] or f"recorded in {arguments.trace.name}"
     print(
         f"{arguments.model}, {model['dtype']}, {model['device']}, {arguments.threads} thread(s), "
         f"W = {arguments.width}, {workload['requests']} requests of {workload['prompt']['mean']:.0f} + "
