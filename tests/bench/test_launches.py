@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_cdb.bench.launches import DecodeTime, decode_time, prefill_seconds, prompt_rows, steady_state
+from hf_cdb.bench.launches import DecodeTime, decode_time, new_tokens, prefill_seconds, prompt_rows, steady_state
 from hf_cdb.trace import Trace, TracedLaunch
 
 
@@ -34,6 +34,14 @@ RUN = trace(
 
 def test_prompts_are_rows_before_their_first_coda():
     assert prompt_rows(RUN) == [2, 2, 2, 0, 0, 0, 1, 1, 1, 0, 0, 0]
+
+
+def test_prompts_in_pieces():
+    """Two pieces go through one stage after the other; the second coda gives the token."""
+    pieces = [(stage, (0,), 1.0) for stage in ("prelude", "loop", "coda") for _ in range(2)]
+    run = trace(*pieces, *[(stage, (0,), 1.0) for stage in ("prelude", "loop", "coda")])
+    assert prompt_rows(run) == [1] * 6 + [0] * 3
+    assert new_tokens(run) == [0, 0, 0, 0, 0, 1, 0, 0, 1]
 
 
 def test_seconds_per_row_of_launches_without_prompts_while_all_places_are_busy():

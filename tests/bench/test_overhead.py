@@ -184,6 +184,13 @@ def test_the_command(tmp_path, capsys):
     assert [entry["in_flight"] for entry in content["requests_seconds"]] == [2, 8]
 
 
+def test_the_picture(tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures are an extra, hf-cdb[bench]")
+    path = tmp_path / "overhead.png"
+    assert main(["bench", "overhead", "--rows", "2", "8", "--launches", "3", "--hidden", "4", "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

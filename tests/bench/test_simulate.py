@@ -178,6 +178,14 @@ def test_the_command_on_a_table(table, tmp_path, capsys):
     assert max(fastest["full depth"]) < max(fastest["no refill"]) < max(fastest["refill"])
 
 
+def test_the_picture(table, tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures are an extra, hf-cdb[bench]")
+    path = tmp_path / "figures.png"
+    sizes = ["--width", "2", "4", "--coda", "1", "2", "--new", "3", "--requests", "9"]
+    assert main(["bench", "simulate", "--costs", str(table), *sizes, "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_command_on_this_machine(tmp_path, capsys):
     costs, figures = tmp_path / "costs.json", tmp_path / "figures.json"
     sizes = ["--model", "tiny-ouro", "--width", "2", "--prompt", "1-5", "--new", "3", "--requests", "4", "--turns", "1"]
@@ -188,6 +196,11 @@ def test_the_command_on_this_machine(tmp_path, capsys):
     checked = {(check["system"], check["figure"]) for check in content["check"]}
     assert {("full depth", "tokens per second"), ("refill", "ttft p99, ms")} < checked
     assert CostTable.load(costs).about["model"] == "tiny-ouro"
+
+
+def test_launches_that_return_early_are_not_timed(capsys):
+    assert main(["bench", "simulate", "--device", "cuda"]) == 2
+    assert "device='cuda': launches are timed on the CPU only" in capsys.readouterr().err
 
 
 def test_costs_from_a_trace(tmp_path, capsys):

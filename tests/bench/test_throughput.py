@@ -2,8 +2,8 @@ import json
 
 import pytest
 
+from hf_cdb.bench.comparison import compare, prefill_adjusted_bound
 from hf_cdb.bench.systems import Run
-from hf_cdb.bench.throughput import compare, prefill_adjusted_bound
 from hf_cdb.bench.workloads import Workload
 from hf_cdb.cli import main
 from hf_cdb.stats import CDBStats
@@ -32,7 +32,7 @@ def test_shares_by_hand():
     full = engine_run(18.0, 2, [*prompt, ("prelude", (0,), 1.0), *[("loop", (0,), 3.0)] * 2, ("coda", (0,), 1.0)])
     shallow = engine_run(15.0, 1, [*prompt, ("prelude", (0,), 1.0), ("loop", (0,), 3.0), ("coda", (0,), 1.0)])
     runs = {"full": [full], "refill": [shallow], "stock": [Run(20.0, [[5, 6]])]}
-    row = compare("refill", runs, Workload([[1]], [2], [[2, 1]]), 1)
+    row = compare("refill", runs, Workload([[1]], [2], [[2, 1]]))
     assert row["tokens_per_second"] == pytest.approx(2 / 15)
     assert row["speedup"].values == (18 / 15,)
     assert row["speedup_over_stock"].values == (20 / 15,)
@@ -47,7 +47,7 @@ def test_shares_by_hand():
     assert row["end_to_end_share"].median == pytest.approx(1.2 / bound)
     assert row["tokens_as_full_depth"] == 1
     assert row["steady_speedup"] is None  # too few requests
-    assert "decode_share" not in compare("full", runs, Workload([[1]], [2], None), 1)
+    assert "decode_share" not in compare("full", runs, Workload([[1]], [2], None))
 
 
 SHORT = ["--width", "2", "--requests", "8", "--prompt", "2-3", "--new", "3-4", "--turns", "1"]
@@ -62,6 +62,7 @@ def test_the_command(tmp_path, capsys):
         assert f"| {name} |" in printed
     content = json.loads((tmp_path / "a.json").read_text())
     assert len(content["workload"]["checksum"]) == 64
+    assert (content["settings"]["mix"], content["settings"]["kv_policy"]) == ("shallow-heavy", "last_exited")
     rows = {row["system"]: row for row in content["systems"]}
     assert rows["cdb, refill"]["decode_share"]["median"] > 0
     assert rows["stock generate"]["tokens_as_full_depth"] == 1
@@ -80,9 +81,28 @@ def test_a_recorded_run_is_replayed(tmp_path, capsys):
     assert "recorded in depths.json" in capsys.readouterr().out
 
 
+def test_other_settings_are_compared_in_the_same_turns(tmp_path, capsys):
+    also = ["--also", "kv_policy=shared", "--also", "min_coda_batch=2", "max_num_seqs=4", "--systems", "refill"]
+    assert main(["bench", "quick", "--model", "tiny-ouro", *SHORT, *also, "--json", str(tmp_path / "a.json")]) == 0
+    assert "| cdb, refill, min_coda_batch=2 max_num_seqs=4 |" in capsys.readouterr().out
+    full, refill, shared, wide = json.loads((tmp_path / "a.json").read_text())["systems"]
+    assert full["kv_bytes"] == refill["kv_bytes"]
+    assert shared["system"] == "cdb, refill, kv_policy=shared"
+    assert shared["kv_bytes"] * 4 == refill["kv_bytes"]  # a slot in place of one for each loop
+    assert max(int(rows) for rows in wide["stats"]["widths"]["loop"]) == 4
+    assert max(int(rows) for rows in refill["stats"]["widths"]["loop"]) == 2
+    assert shared["speedup_over_refill"]["median"] == pytest.approx(
+        refill["seconds"]["median"] / shared["seconds"]["median"]
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--also", "kv_polcy=shared"], "did you mean 'kv_policy'"),
+        (["--also", "kv_policy"], "give a setting and its value"),
+        (["--also", "refill=false"], "decides refill itself"),
+        (["--also", "exit_threshold=0.5"], "Pass --mix live"),
         (["--width", "0"], "width=0"),
         (["--turns", "0"], "turns=0"),
         (["--plot", "a.jpg"], "ends in .png"),

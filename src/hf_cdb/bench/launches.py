@@ -35,17 +35,30 @@ class DecodeTime:
 
 
 def prompt_rows(trace: Trace) -> list[int]:
-    """By launch, how many of its rows are prompts: those that have not been through a coda yet.
+    """By launch, how many of its rows are prompts.
 
-    Prompts that run in pieces are not provided for.
+    A row decodes from its first prelude after a coda on; a prompt in pieces goes from piece to piece of one stage.
     """
+    through: set[int] = set()
     decoding: set[int] = set()
     counts = []
     for launch in trace:
+        if launch.stage == "prelude":
+            decoding.update(key for key in launch.rows if key in through)
+        elif launch.stage == "coda":
+            through.update(launch.rows)
         counts.append(sum(key not in decoding for key in launch.rows))
-        if launch.stage == "coda":
-            decoding.update(launch.rows)
     return counts
+
+
+def new_tokens(trace: Trace) -> list[int]:
+    """By launch, how many tokens came out: those of a coda after which the row does not go through another piece."""
+    after: dict[int, str] = {}
+    counts = []
+    for launch in reversed(trace):
+        counts.append(sum(after.get(key) != "coda" for key in launch.rows) if launch.stage == "coda" else 0)
+        after.update(dict.fromkeys(launch.rows, launch.stage))
+    return counts[::-1]
 
 
 def decode_time(trace: Trace, width: int) -> DecodeTime | None:
@@ -112,7 +125,7 @@ def steady_state(trace: Trace, width: int) -> Steady | None:
     loops = [launch.width for launch in inside if launch.stage == "loop"]
     if not loops:
         return None
-    tokens = sum(launch.width for launch in inside if launch.stage == "coda")
+    tokens = sum(new_tokens(trace)[first:last])
     return Steady(trace[last].start - trace[first].start, tokens, sum(loops) / len(loops) / width)
 
 

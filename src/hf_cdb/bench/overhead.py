@@ -199,9 +199,7 @@ def _medians(rows: int, entries: list[dict]) -> list[dict]:
 
 def _print(arguments: argparse.Namespace, medians: list[dict], fits: dict[str, Fit]) -> None:
     print("Processor time of the engine for a launch, without model, attention, KV writes and sampling.")
-    print(
-        f"Medians, microseconds. States of {arguments.hidden} float32, {arguments.depth} loops, gate, {arguments.threads} thread(s).\n"
-    )
+    print(f"Medians, microseconds; states of {arguments.hidden} float32, {arguments.depth} loops, the gate as rule.\n")
     columns = {"stage": "", "in flight": "d", "rows": ".0f", "us": ".0f", "us a row": ".2f", "slope": ".2f"}
     rows: list[dict[str, Any]] = []
     for entry in medians:

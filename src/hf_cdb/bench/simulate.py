@@ -119,6 +119,11 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         raise ValueError(f"minutes={arguments.minutes} goes with --rate and without --requests.")
     if arguments.costs is not None and arguments.fit is not None:
         raise ValueError("--costs and --fit both say what launches cost. Give one of them.")
+    if arguments.costs is None and arguments.fit is None and arguments.device != "cpu":
+        raise ValueError(
+            f"device={arguments.device!r}: launches are timed on the CPU only, where they end when they return. Write "
+            "a cost table by `hf-cdb bench step --save-costs FILE` there, and give it by --costs."
+        )
     if arguments.mix == LIVE:
         raise ValueError(f"mix={LIVE!r}: a simulation runs no model whose rule could decide. Name a mix, or --trace.")
     if arguments.check and 1 in arguments.lookahead:
@@ -280,7 +285,11 @@ def _draw(axes: Any, rows: list[dict]) -> None:
             latency = [1e3 * row["normalised_latency"][q] for row in own]
             (line,) = axes[1].plot(widths, latency, style, color=axes[0].lines[-1].get_color())
             line.set_label(f"{name}, {q}")
-    axes[0].set(xscale="log", xlabel="rows in flight, W", ylabel="tokens per second")
-    axes[1].set(xscale="log", yscale="log", xlabel="rows in flight, W", ylabel="normalised latency, ms a token")
+    axes[0].set(ylabel="tokens per second")
+    axes[1].set(yscale="log", ylabel="normalised latency, ms a token")
+    widths = sorted({row["max_num_seqs"] for row in rows})
     for part in axes:
+        part.set_xscale("log", base=2)
+        part.set_xticks(widths, [str(width) for width in widths])
+        part.set_xlabel("rows in flight, W")
         part.legend(fontsize="small")

@@ -52,7 +52,8 @@ def serve(name: str, model: PreTrainedModel, workload: Workload, width: int, set
 
     Args:
         width: W, rows in flight or in a batch.
-        settings: of cdb, from `cdb_settings`; with exits off those about exits are left out.
+        settings: of cdb, from `cdb_settings`, whose `max_num_seqs` goes before W; with exits off those about exits are
+            left out.
     """
     if name == "stock":
         return _serve_stock(model, workload, width)
@@ -62,7 +63,7 @@ def serve(name: str, model: PreTrainedModel, workload: Workload, width: int, set
     if name == "full":
         keep = ("kv_policy", "kv_slots", "max_depth", "prefill_chunk_size")
         settings = {key: value for key, value in settings.items() if key in keep} | {"exit_rule": "never"}
-    settings = {**settings, "max_num_seqs": width, "refill": name != "no-refill"}
+    settings = {"max_num_seqs": width, **settings, "refill": name != "no-refill"}
     # Elsewhere a launch returns before it is done, and its time says nothing.
     return serve_engine(model, workload, CDBConfig(**settings, trace=model.device.type == "cpu"))
 

@@ -1,24 +1,20 @@
 """`hf-cdb bench throughput`: tokens per second of stock generation and of the engine, beside what depths allow.
 
-All systems serve the same requests, in turn; ratios are taken within a turn. Two measures, which are never mixed:
-
-* **decode share**: speed-up over our own full depth in seconds per decoded token (steady state, prompts left out; the
-  rule is that of `launches`), over the FLOP bound at the mean depth of the decoded tokens;
-* **end-to-end share**: speed-up over our own full depth in seconds of the whole run, over the prefill-adjusted bound
-  (arXiv 2608.09444): `1 / (P + (1 - P) w)` with `w = (1 / s - f) / (1 - f)`, where P is the share of prefill in the
-  time of the full-depth run, f the share of first tokens and s the FLOP bound.
+All systems serve the same requests, in turn; ratios are taken within a turn. The figures are those of `comparison`.
 """
 
 import argparse
 from pathlib import Path
 from typing import Any
 
+import yaml
 from transformers import PreTrainedModel
 
 from ..adapters import adapter_for
+from ..config import CDBConfig
 from ..kv_policy import POLICIES
-from ..stats import flop_bound
-from .launches import decode_time, prefill_seconds, steady_state
+from .comparison import compare
+from .mixes import default_mix
 from .models import add_model_arguments, load_model, load_tokenizer
 from .ratios import Spread, in_turns
 from .report import (
@@ -33,7 +29,7 @@ from .report import (
 from .systems import SYSTEMS, Run, cdb_settings, serve
 from .workloads import Workload, add_workload_arguments, make_workload
 
-__all__ = ["add_arguments", "compare", "prefill_adjusted_bound", "run"]
+__all__ = ["add_arguments", "run"]
 
 # Figure -> heading and format in the table; those of several turns bring their own.
 COLUMNS = {
@@ -41,6 +37,7 @@ COLUMNS = {
     "tokens_per_second": ("tokens/s", ".0f"),
     "speedup": ("x full depth", ""),
     "speedup_over_stock": ("x stock", ""),
+    "speedup_over_refill": ("x refill", ""),
     "mean_depth": ("mean depth", ".2f"),
     "flop_bound": ("FLOP bound", ".3f"),
     "decode_share": ("decode share", ""),
@@ -50,15 +47,6 @@ COLUMNS = {
     "steady_tokens_per_second": ("steady tokens/s", ""),
     "steady_speedup": ("steady x full depth", ""),
 }
-FIGURES = (
-    "decode_speedup",
-    "decode_flop_bound",
-    "decode_share",
-    "prefill_share",
-    "prefill_adjusted_bound",
-    "end_to_end_share",
-    "steady_speedup",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(SYSTEMS),
         default=list(SYSTEMS),
         help="what to compare (default all); full is always among them",
+    )
+    parser.add_argument(
+        "--also",
+        nargs="+",
+        action="append",
+        metavar="SETTING=VALUE",
+        default=[],
+        help="also compare cdb with refill and these settings changed, such as kv_policy=shared; may be repeated",
     )
     parser.add_argument("--turns", type=int, default=5, help="turns of all systems (default %(default)s)")
     parser.add_argument("--kv-policy", choices=POLICIES, help="of the engine (default the exact one of the model)")
@@ -102,21 +98,33 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     tokenizer = None if arguments.data is None else load_tokenizer(arguments.model)
     workload = make_workload(arguments, 8 * arguments.width, adapter.full_depth, adapter.vocab_size, tokenizer)
     names = ("kv_policy", "min_coda_batch", "lookahead", "exit_rule", "exit_threshold", "min_depth")
-    settings = cdb_settings(model, workload, **{name: getattr(arguments, name) for name in names})
-    systems = [name for name in SYSTEMS if name == "full" or name in arguments.systems]
+    asked = {name: getattr(arguments, name) for name in names}
+    settings = cdb_settings(model, workload, **asked)
+    systems = {name: (name, settings) for name in SYSTEMS if name == "full" or name in arguments.systems}
+    for pairs in arguments.also:
+        changed = cdb_settings(model, workload, **{**asked, **_parse_settings(pairs)})
+        systems[" ".join(pairs)] = ("refill", changed)
 
-    runs = measure(model, workload, systems, arguments.width, settings, arguments.turns)
-    rows = [compare(name, runs, workload, arguments.width) for name in systems]
+    runs = measure(model, workload, systems, arguments.width, arguments.turns)
+    rows = [compare(name, runs, workload) for name in systems]
 
-    shown = {name: value for name, value in settings.items() if name != "exit_depths"}
-    resolved = {"systems": systems, "requests": len(workload), "cdb": {key: str(value) for key, value in shown.items()}}
+    shown = {key: str(value) for key, value in settings.items() if key != "exit_depths"}
+    mix = None if arguments.trace is not None else arguments.mix or default_mix(adapter.full_depth)
+    policy = settings.get("kv_policy", "auto")
+    resolved = {
+        "systems": list(systems),
+        "requests": len(workload),
+        "mix": mix,
+        "kv_policy": adapter.default_kv_policy if policy == "auto" else policy,
+        "cdb": shown,
+    }
     report = Report(arguments, model, workload.summary(), resolved)
     report.add("systems", rows)
     _print(arguments, report, rows)
     report.write(arguments.json)
     save_plot(arguments.plot, lambda figure, axes: _draw(axes, rows))
     if arguments.record is not None:
-        workload.save(arguments.record, runs["refill"][-1].depths, model=arguments.model, cdb=resolved["cdb"])
+        workload.save(arguments.record, runs["refill"][-1].depths, model=arguments.model, cdb=shown)
     return report.content
 
 
@@ -129,96 +137,58 @@ def _check(arguments: argparse.Namespace) -> None:
     check_plot(arguments.plot)
 
 
+def _parse_settings(pairs: list[str]) -> dict[str, Any]:
+    """Settings of cdb from `NAME=VALUE`, values as in YAML.
+
+    Raises:
+        ValueError: no such setting, a value it cannot have, or one that the benchmark decides itself.
+    """
+    settings = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"also={pair!r}: give a setting and its value, such as kv_policy=shared.")
+        if name in ("exit_depths", "trace", "refill", "progress", "seeds"):
+            raise ValueError(f"also={pair!r}: the benchmark decides {name} itself. Choose another setting.")
+        settings[name] = yaml.safe_load(value)
+    CDBConfig.create(settings)
+    return settings
+
+
 def measure(
-    model: PreTrainedModel, workload: Workload, systems: list[str], width: int, settings: dict[str, Any], turns: int
+    model: PreTrainedModel,
+    workload: Workload,
+    systems: dict[str, tuple[str, dict[str, Any]]],
+    width: int,
+    turns: int,
 ) -> dict[str, list[Run]]:
-    """The runs of every system, one per turn, after a short one to warm up."""
+    """The runs of every system, one per turn, after a short one to warm up.
+
+    Args:
+        systems: by name the system of `SYSTEMS` that it is, and its settings of cdb.
+        width: W where the settings name no other.
+    """
     rows = min(width, len(workload))
     first = Workload(workload.prompts[:rows], [2] * rows, None)
-    warm = {name: value for name, value in settings.items() if name not in ("exit_depths", "exit_threshold")}
-    warm["exit_rule"] = "never"
+
+    def warm_up(name: str) -> None:
+        kind, settings = systems[name]
+        kept = {key: value for key, value in settings.items() if key not in ("exit_depths", "exit_threshold")}
+        serve(kind, model, first, width, {**kept, "exit_rule": "never"})
+
     return in_turns(
-        {name: lambda name=name: serve(name, model, workload, width, settings) for name in systems},
+        {
+            name: lambda kind=kind, settings=settings: serve(kind, model, workload, width, settings)
+            for name, (kind, settings) in systems.items()
+        },
         turns,
-        warm_up=lambda name: serve(name, model, first, width, warm),
+        warm_up,
     )
-
-
-def compare(name: str, runs: dict[str, list[Run]], workload: Workload, width: int) -> dict[str, Any]:
-    """The figures of one system, ready for the table and the JSON; those of launches where launches were timed.
-
-    Args:
-        runs: by system its runs, one per turn; "full" among them.
-    """
-    own, full = runs[name], runs["full"]
-    row: dict[str, Any] = {"system": SYSTEMS[name], "seconds": Spread.of(run.seconds for run in own)}
-    row["tokens_per_second"] = workload.tokens / row["seconds"].median
-    row["speedup"] = _ratio(full, own)
-    row["speedup_over_stock"] = _ratio(runs["stock"], own) if "stock" in runs else None
-    row["tokens_as_full_depth"] = _equal_tokens(own[-1], full[-1])
-    stats = own[-1].stats
-    if stats is None:
-        return row
-    row |= {"mean_depth": stats.mean_depth, "flop_bound": stats.flop_bound, "occupancy": stats.occupancy}
-    row |= {"kv_bytes": stats.kv_bytes, "kv_bytes_outer": stats.kv_bytes_outer, "stats": stats.to_dict()}
-    if stats.trace is None:
-        return row
-    steady = [steady_state(run.stats.trace, width) for run in own]
-    row["steady_tokens_per_second"] = Spread.of(one and one.tokens_per_second for one in steady)
-    if name != "full":
-        pairs = [_against_full(mine, theirs, width) for mine, theirs in zip(own, full, strict=True)]
-        row |= {figure: Spread.of(pair[figure] for pair in pairs) for figure in FIGURES}
-    return row
-
-
-def _ratio(reference: list[Run], own: list[Run]) -> Spread:
-    return Spread.of(theirs.seconds / mine.seconds for theirs, mine in zip(reference, own, strict=True))
-
-
-def _equal_tokens(own: Run, full: Run) -> float:
-    """Share of the requests whose tokens are those of the engine at full depth: 1 for stock, but for rounding."""
-    pairs = zip(own.tokens, full.tokens, strict=True)
-    return sum(mine == theirs for mine, theirs in pairs) / len(full.tokens)
-
-
-def _against_full(own: Run, full: Run, width: int) -> dict[str, float | None]:
-    """What one run of the engine is beside the full-depth run of the same turn; None where it was too short to say."""
-    times = [decode_time(run.stats.trace, width) for run in (own, full)]
-    steady = [steady_state(run.stats.trace, width) for run in (own, full)]
-    figures: dict[str, float | None] = dict.fromkeys(FIGURES)
-    if None not in steady:
-        figures["steady_speedup"] = steady[0].tokens_per_second / steady[1].tokens_per_second
-    stats, full_depth = own.stats, full.stats.full_depth
-    decoded = [depth for row in own.depths for depth in row[1:]]
-    if None in times or not decoded:
-        return figures
-    depth = sum(decoded) / len(decoded)
-    asked = stats.asked["rows"] * stats.coda / len(decoded)
-    figures["decode_speedup"] = times[1].per_token(full_depth) / times[0].per_token(depth)
-    figures["decode_flop_bound"] = flop_bound(stats.once, stats.per_loop, full_depth, depth, asked)
-    figures["decode_share"] = figures["decode_speedup"] / figures["decode_flop_bound"]
-    prefill = prefill_seconds(full.stats.trace, times[1]) / full.seconds
-    bound = prefill_adjusted_bound(stats.flop_bound, prefill, len(own.depths) / stats.tokens)
-    figures["prefill_share"], figures["prefill_adjusted_bound"] = prefill, bound
-    figures["end_to_end_share"] = full.seconds / own.seconds / bound
-    return figures
-
-
-def prefill_adjusted_bound(bound: float, prefill_share: float, first_share: float) -> float:
-    """Largest speed-up of a whole run: the FLOP bound holds for what is decoded, prompts stay at full depth.
-
-    Args:
-        bound: s, the FLOP bound over all tokens, those of the prompts at full depth included.
-        prefill_share: P, of the full-depth run's time.
-        first_share: f, first tokens among all tokens; less than 1.
-    """
-    decoded = (1 / bound - first_share) / (1 - first_share)
-    return 1 / (prefill_share + (1 - prefill_share) * decoded)
 
 
 def _print(arguments: argparse.Namespace, report: Report, rows: list[dict[str, Any]]) -> None:
     workload, model = report.content["workload"], report.content["model"]
-    depths = arguments.mix or (f"recorded in {arguments.trace.name}" if arguments.trace else "the default mix")
+    depths = report.content["settings"]["mix"] or f"recorded in {arguments.trace.name}"
     print(
         f"{arguments.model}, {model['dtype']}, {model['device']}, {arguments.threads} thread(s), "
         f"W = {arguments.width}, {workload['requests']} requests of {workload['prompt']['mean']:.0f} + "
