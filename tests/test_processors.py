@@ -390,6 +390,38 @@ def test_processors_that_need_the_history_have_it(model, options):
     assert differs, "the processor changes nothing"
 
 
+NEGATIVE = {"negative_prompt_ids"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"encoder_repetition_penalty": 6.0},
+        {"encoder_no_repeat_ngram_size": 1},
+        {"guidance_scale": 2.0},
+        {"guidance_scale": 2.0, "negative_prompt_ids": IDS.roll(1, dims=0)},
+    ],
+    ids=" and ".join,
+)
+def test_what_belongs_to_prompts_goes_to_all_their_return_sequences(model, options):
+    """Each is as alone with its prompt, and as in stock."""
+    settings = {**EARLY, "seeds": [1, 2, 3]}
+    sampling = {"do_sample": True, "num_return_sequences": 2, "top_k": 5}
+    together = generate(model, settings, **sampling, **options)
+    for row in range(3):
+        own = {
+            name: value[row : row + 1] if name == "negative_prompt_ids" else value for name, value in options.items()
+        }
+        alone = generate(model, {**EARLY, "seeds": [row + 1]}, slice(row, row + 1), **sampling, **own)
+        assert torch.equal(alone, together[2 * row : 2 * row + 2])
+    if NEGATIVE & options.keys():  # stock takes one for every row only
+        with pytest.raises(RuntimeError):
+            generate(model, False, **sampling, **options)
+    else:
+        stock = generate(model, False, **sampling, **options)
+        assert torch.equal(generate(model, NEVER, **sampling, **options), stock)
+
+
 @pytest.mark.parametrize("form", ["method", "partial", "list"])
 def test_models_that_a_processor_leads_to_are_shared(form):
     model, seen = random_ouro(eos_token_id=None, pad_token_id=0), set()
