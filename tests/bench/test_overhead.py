@@ -11,6 +11,7 @@ from hf_cdb.bench.overhead import PARTS, fit_line, measure, measure_requests
 from hf_cdb.bench.part_clock import PartClock
 from hf_cdb.cli import main
 from hf_cdb.engine import Engine
+from hf_cdb.exits import Gate
 from hf_cdb.request import Request
 from hf_cdb.scheduler import Scheduler
 
@@ -122,9 +123,9 @@ def test_the_parts_of_a_launch_by_hand(monkeypatch):
     for owner, name, seconds in (
         (Scheduler, "next", 1),
         (Scheduler, "commit", 2),
-        (Engine, "_positions", 4),
+        (Engine, "_batch", 4),
         (Engine, "_decide", 7),
-        (Engine, "_begin_tokens", 8),
+        (Gate, "begin", 8),
         (Engine, "_ends", 100),
         (NullAdapter, "_layer", layer),
         (NullAdapter, "gate_logits", 1_000),
@@ -140,7 +141,7 @@ def test_the_parts_of_a_launch_by_hand(monkeypatch):
         expected = {
             "prelude": {"addressing": 4, "gather": 0, "rule": 8, "results": 0},
             "loop": {"addressing": 44, "gather": 0, "rule": 7, "results": 0},
-            "coda": {"addressing": 0, "gather": 0, "rule": 0, "results": 100 * rows},
+            "coda": {"addressing": 4, "gather": 0, "rule": 0, "results": 100 * rows},
         }[entry["stage"]]
         assert {name: entry[name] for name in PARTS} == {"scheduler": 3, **expected}
         assert entry["seconds"] == 3 + sum(expected.values())
