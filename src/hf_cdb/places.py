@@ -95,14 +95,12 @@ class Pack:
         """
         if window not in self._masks:
             self._masks[window] = None
-            longest, device = self.rows.shape[1], self.rows.device
+            longest, end = self.rows.shape[1], self._ends[:, None]
             if self._ends.min() < longest or (window is not None and window < longest):
-                end = torch.from_numpy(self._ends).to(device)[:, None]
-                position = torch.arange(longest, device=device)
-                seen = position < end
-                seen = seen if window is None else seen & (position >= end - window)
-                mask = torch.zeros(seen.shape, dtype=self._dtype, device=device)
-                self._masks[window] = mask.masked_fill(~seen, -torch.inf)[:, None, None]
+                position = numpy.arange(longest)
+                seen = position < end if window is None else (position < end) & (position >= end - window)
+                mask = torch.from_numpy(numpy.where(seen, numpy.float32(0), numpy.float32(-numpy.inf)))
+                self._masks[window] = mask.to(self.rows.device, self._dtype)[:, None, None]
         return self._masks[window]
 
 
