@@ -11,8 +11,7 @@ from hf_cdb import CDBConfig
 from hf_cdb.adapters import adapter_for
 from hf_cdb.bench.costs import CostTable, StageCost
 from hf_cdb.bench.served import Served
-from hf_cdb.bench.serving import serve_arrivals, with_depths
-from hf_cdb.bench.simulate import draw_arrivals
+from hf_cdb.bench.serving import draw_arrivals, serve_arrivals, with_depths
 from hf_cdb.bench.simulation import Settings, simulate
 from hf_cdb.bench.workloads import Workload
 from hf_cdb.cli import main
@@ -144,10 +143,12 @@ def test_arrivals():
     assert arrivals[-1] == pytest.approx(4000 / 5, rel=0.1)
 
 
-def test_a_real_run_serves_what_came():
+@pytest.mark.parametrize("processor_time", [False, True])
+def test_a_real_run_serves_what_came(processor_time):
     workload = random_workload(seed=2, requests=5)
-    served, trace = serve_arrivals(adapter_for(ToyModel()), Settings(2), workload, [0.0, 0.0, 0.0, 0.01, 0.05])
-    assert trace is None
+    adapter, arrivals = adapter_for(ToyModel()), [0.0, 0.0, 0.0, 0.01, 0.5]
+    served, _ = serve_arrivals(adapter, Settings(2), workload, arrivals, processor_time=processor_time)
+    assert served.admitted[-1] >= 0.5
     assert sum(count for _, count in served.tokens_at) == served.tokens == workload.tokens
     for times in zip(served.arrivals, served.admitted, served.first, served.finished, strict=True):
         assert list(times) == sorted(times)
@@ -189,7 +190,7 @@ def test_the_picture(table, tmp_path):
 def test_the_command_on_this_machine(tmp_path, capsys):
     costs, figures = tmp_path / "costs.json", tmp_path / "figures.json"
     sizes = ["--model", "tiny-ouro", "--width", "2", "--prompt", "1-5", "--new", "3", "--requests", "4", "--turns", "1"]
-    outputs = ["--check", "--save-costs", str(costs), "--json", str(figures)]
+    outputs = ["--check", "--processor-time", "--save-costs", str(costs), "--json", str(figures)]
     assert main(["bench", "simulate", *sizes, *outputs]) == 0
     assert "Prediction beside measurement" in capsys.readouterr().out
     content = json.loads(figures.read_text())
@@ -221,6 +222,7 @@ def test_costs_from_a_trace(tmp_path, capsys):
         (["--chunk", "0"], "chunk=0"),
         (["--rate", "-1"], "rate=-1.0: choose a positive"),
         (["--minutes", "3"], "minutes=3.0 goes with --rate"),
+        (["--processor-time", "--threads", "2"], "--processor-time with threads=2 on cpu"),
         (["--mix", "live"], "runs no model whose rule could decide"),
         (["--check", "--lookahead", "1"], "lookahead=1 beside --check"),
         (["--fit", "run.jsonl"], "--costs and --fit both"),

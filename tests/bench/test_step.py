@@ -45,6 +45,7 @@ def test_no_saturation_where_more_rows_take_no_longer():
 
 def test_the_share_of_attention():
     assert made(2, 8, [4.0, 2.0, 3.0], [1.0, 3.0, 1.5]).attention_share == pytest.approx(1.5 / 3.0)
+    assert made(2, 8, [4.0], []).attention_share is None
 
 
 @pytest.mark.parametrize("family", ["ouro", "huginn"])

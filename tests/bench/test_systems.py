@@ -72,6 +72,19 @@ def test_live_depths_are_those_of_generate():
     assert {depth for row in run.depths for depth in row[1:]} - {4}
 
 
+def test_saved_settings_that_the_benchmark_decides_itself_are_left_out():
+    model = make("ouro")
+    model.generation_config.cdb_config = {"exit_threshold": 0.6, "max_num_seqs": 3, "refill": False, "trace": True}
+    live = Workload(PROMPTS, NEW, None)
+    assert cdb_settings(model, live) == {"exit_threshold": 0.6}
+    assert cdb_settings(model, live, max_num_seqs=4, min_depth=2) == {
+        "exit_threshold": 0.6,
+        "max_num_seqs": 4,
+        "min_depth": 2,
+    }
+    assert serve("refill", model, live, 2, cdb_settings(model, live)).stats.max_num_seqs == 2
+
+
 def test_settings_that_contradict_the_depths():
     model = make("ouro")
     replayed = Workload(PROMPTS, NEW, [[4] + [1] * (new - 1) for new in NEW])

@@ -50,7 +50,7 @@ def test_shares_by_hand():
     assert "decode_share" not in compare("full", runs, Workload([[1]], [2], None))
 
 
-SHORT = ["--width", "2", "--requests", "8", "--prompt", "2-3", "--new", "3-4", "--turns", "1"]
+SHORT = ["--width", "2", "--requests", "4", "--prompt", "2-3", "--new", "3-4", "--turns", "1"]
 
 
 def test_the_command(tmp_path, capsys):

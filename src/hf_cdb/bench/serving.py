@@ -4,6 +4,8 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
+import numpy
+
 from ..adapters import LoopAdapter
 from ..config import CDBConfig
 from ..engine import Engine
@@ -14,11 +16,16 @@ from .simulation import Settings
 from .systems import greedy_requests
 from .workloads import Workload
 
-__all__ = ["serve_arrivals", "with_depths"]
+__all__ = ["draw_arrivals", "serve_arrivals", "with_depths"]
 
 
 def serve_arrivals(
-    adapter: LoopAdapter, settings: Settings, workload: Workload, arrivals: Sequence[float], trace: bool = False
+    adapter: LoopAdapter,
+    settings: Settings,
+    workload: Workload,
+    arrivals: Sequence[float],
+    trace: bool = False,
+    processor_time: bool = False,
 ) -> tuple[Served, Trace | None]:
     """Run a workload whose depths are given, greedily; requests come when they are due.
 
@@ -28,9 +35,11 @@ def serve_arrivals(
         workload: with depths.
         arrivals: seconds from the start, in order.
         trace: also record the launches.
+        processor_time: by the clock of the thread, in which other processes do not show; for one torch thread on the
+            CPU. While nothing is there to do this clock is put forward.
 
     Returns:
-        What became of the requests, and the trace.
+        What became of the requests, and the trace, both on the same clock.
 
     Raises:
         RuntimeError: a request failed.
@@ -47,21 +56,28 @@ def serve_arrivals(
     engine = Engine(adapter, config.resolve(adapter))
     requests = greedy_requests(workload.prompts, workload.new_tokens)
     served = Served(settings.max_num_seqs, arrivals, workload.new_tokens)
-    origin, coming = time.perf_counter(), 0
+    now = time.thread_time if processor_time else time.perf_counter
+    times: list[tuple[float, float]] = []
+    origin, coming = now(), 0
     while True:
-        began = time.perf_counter() - origin
+        began = now() - origin
         while coming < len(requests) and arrivals[coming] <= began:
             engine.add_request(requests[coming])
             coming += 1
         counts = engine.stats.tokens
         launch = engine.step()
-        ended = time.perf_counter() - origin
+        ended = now() - origin
         if launch is None:
             if coming == len(requests):
                 _check(requests)
-                return served, engine.stats.trace
-            time.sleep(max(0.0, arrivals[coming] - ended))
+                return served, _timed(engine.stats.trace, times)
+            idle = max(0.0, arrivals[coming] - ended)
+            if processor_time:
+                origin -= idle
+            else:
+                time.sleep(idle)
             continue
+        times.append((began, ended))
         tokens: list[int] = []
         if engine.stats.tokens > counts:
             # Without pieces of prompts every row of the coda got one.
@@ -70,10 +86,25 @@ def serve_arrivals(
         served.record(launch, began, ended, tokens, [key for key in tokens if requests[key].ended])
 
 
+def _timed(trace: Trace | None, times: Sequence[tuple[float, float]]) -> Trace | None:
+    """The launches of the trace with these times of their starts and ends."""
+    if trace is None:
+        return None
+    pairs = zip(trace, times, strict=True)
+    return Trace(dataclasses.replace(launch, start=began, duration=ended - began) for launch, (began, ended) in pairs)
+
+
 def _check(requests: Sequence[Request]) -> None:
     for request in requests:
         if request.status != "finished":
             raise RuntimeError(f"request {request.key} ended as {request.status}.") from request.error
+
+
+def draw_arrivals(requests: int, rate: float | None, seed: int) -> list[float]:
+    """Seconds at which requests come: all at 0, or with exponential times between them, `rate` a second."""
+    if rate is None:
+        return [0.0] * requests
+    return numpy.random.default_rng([seed, 4]).exponential(1 / rate, size=requests).cumsum().tolist()
 
 
 def with_depths(workload: Workload, depth: int) -> Workload:

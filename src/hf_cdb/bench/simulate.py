@@ -13,15 +13,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy
-
 from ..adapters import LoopAdapter, adapter_for
 from ..trace import Trace
 from .costs import CostTable
 from .models import add_model_arguments, load_model, load_tokenizer
 from .report import Report, add_output_arguments, add_run_arguments, check_plot, markdown_table, save_plot, set_threads
 from .served import PERCENTILES, Served
-from .serving import serve_arrivals, with_depths
+from .serving import draw_arrivals, serve_arrivals, with_depths
 from .simulation import Settings, simulate
 from .workloads import LIVE, Workload, add_workload_arguments, make_workload
 
@@ -49,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=float, help="requests a second, Poisson (default: all come at once)")
     parser.add_argument("--minutes", type=float, help="of such traffic, in place of --requests")
     parser.add_argument("--check", action="store_true", help="also serve the workload for real")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="time runs by the clock of the thread, in which other processes do not show (one thread, on the CPU)",
+    )
     parser.add_argument("--turns", type=int, default=3, help="runs of each that are timed (default %(default)s)")
     add_workload_arguments(parser)
     add_run_arguments(parser)
@@ -124,6 +127,11 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
             f"device={arguments.device!r}: launches are timed on the CPU only, where they end when they return. Write "
             "a cost table by `hf-cdb bench step --save-costs FILE` there, and give it by --costs."
         )
+    if arguments.processor_time and (arguments.threads != 1 or arguments.device != "cpu"):
+        raise ValueError(
+            f"--processor-time with threads={arguments.threads} on {arguments.device}: the clock of a thread does not "
+            "see the others and no device. Use --threads 1 on the CPU, or leave it out."
+        )
     if arguments.mix == LIVE:
         raise ValueError(f"mix={LIVE!r}: a simulation runs no model whose rule could decide. Name a mix, or --trace.")
     if arguments.check and 1 in arguments.lookahead:
@@ -151,13 +159,6 @@ def _workload(arguments: argparse.Namespace, depth: int, adapter: LoopAdapter | 
     vocabulary = _VOCABULARY if adapter is None else adapter.vocab_size
     tokenizer = load_tokenizer(arguments.model) if arguments.data is not None else None
     return make_workload(arguments, requests, depth, vocabulary, tokenizer)
-
-
-def draw_arrivals(requests: int, rate: float | None, seed: int) -> list[float]:
-    """Seconds at which requests come: all at 0, or with exponential times between them, `rate` a second."""
-    if rate is None:
-        return [0.0] * requests
-    return numpy.random.default_rng([seed, 4]).exponential(1 / rate, size=requests).cumsum().tolist()
 
 
 def _systems(arguments: argparse.Namespace) -> list[System]:
@@ -210,9 +211,10 @@ def _measure(
     for _ in range(arguments.turns):
         for width, refill in product(sorted(set(arguments.width)) if calibrate else (), (True, False)):
             settings = Settings(width, refill=refill, prefill_chunk_size=arguments.chunk)
-            traces.append(serve_arrivals(adapter, settings, drawn, at_once, trace=True)[1])
+            traces.append(serve_arrivals(adapter, settings, drawn, at_once, True, arguments.processor_time)[1])
         for system in systems if arguments.check else ():
-            run, _ = serve_arrivals(adapter, system.settings, _depths_of(system, workload), arrivals)
+            own = _depths_of(system, workload)
+            run, _ = serve_arrivals(adapter, system.settings, own, arrivals, False, arguments.processor_time)
             served.setdefault(system, []).append(run)
     return traces, served
 

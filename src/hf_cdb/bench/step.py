@@ -16,6 +16,7 @@ keys and values is not part of it.
 """
 
 import argparse
+import math
 import statistics
 import time
 from pathlib import Path
@@ -50,7 +51,8 @@ class Cell:
 
     Attributes:
         seconds: by stage, of every launch that was timed.
-        attention: seconds inside the attention function, of the same launches.
+        attention: seconds inside the attention function, of the same launches; on an accelerator, where the function
+            returns before it is done, none.
     """
 
     def __init__(self, width: int, context: int):
@@ -63,9 +65,10 @@ class Cell:
         return statistics.median(self.seconds[stage])
 
     @property
-    def attention_share(self) -> float:
-        """Of the loop's launches, by medians."""
-        return statistics.median(self.attention["loop"]) / self.median("loop")
+    def attention_share(self) -> float | None:
+        """Of the loop's launches, by medians; None where it was not timed."""
+        inside = self.attention["loop"]
+        return statistics.median(inside) / self.median("loop") if inside else None
 
     def launches(self) -> list[TracedLaunch]:
         """One launch of each stage, as a trace would hold it, for `CostTable.fit`."""
@@ -160,7 +163,8 @@ def measure_cell(model: PreTrainedModel, cell: Cell, seed: int = 0) -> None:
         _run_token(engine, clock)
         for stage, seconds, attention in [*_run_token(engine, clock), *_run_token(engine, clock)]:
             cell.seconds[stage].append(seconds)
-            cell.attention[stage].append(attention)
+            if adapter.device.type == "cpu":
+                cell.attention[stage].append(attention)
     engine.close()
 
 
@@ -273,7 +277,8 @@ def _print(
         for context in contexts:
             cell = by_place.get((width, context))
             if cell is not None:
-                row[str(context)] = f"{cell.median('loop') * 1e3:.2f} ({cell.attention_share * 100:.0f})"
+                share = "" if cell.attention_share is None else f" ({cell.attention_share * 100:.0f})"
+                row[str(context)] = f"{cell.median('loop') * 1e3:.2f}{share}"
         shortest = by_place.get((width, contexts[0]))
         if shortest is not None:
             row["prelude"], row["coda"] = (shortest.median(stage) * 1e3 for stage in ("prelude", "coda"))
@@ -298,7 +303,8 @@ def _draw(axes: Any, cells: list[Cell], contexts: list[int]) -> None:
         own = [cell for cell in cells if cell.context == context]
         widths = [cell.width for cell in own]
         axes[0].plot(widths, [cell.median("loop") * 1e3 for cell in own], marker="o", label=f"context {context}")
-        axes[1].plot(widths, [cell.attention_share for cell in own], marker="o", label=f"context {context}")
+        shares = [math.nan if cell.attention_share is None else cell.attention_share for cell in own]
+        axes[1].plot(widths, shares, marker="o", label=f"context {context}")
     for panel, label in zip(axes, ("one launch of the loop, ms", "share of attention"), strict=True):
         panel.set_xscale("log", base=2)
         panel.xaxis.set_major_formatter("{x:g}")

@@ -69,7 +69,7 @@ def serve(name: str, model: PreTrainedModel, workload: Workload, width: int, set
 
 
 def cdb_settings(model: PreTrainedModel, workload: Workload, **asked: Any) -> dict[str, Any]:
-    """Settings of the cdb systems: replay where the workload has depths, else the model's saved ones.
+    """Settings of the cdb systems: replay where the workload has depths, else the model's saved ones about exits.
 
     Args:
         asked: settings that go before these; None is not asked.
@@ -79,7 +79,9 @@ def cdb_settings(model: PreTrainedModel, workload: Workload, **asked: Any) -> di
     """
     asked = {name: value for name, value in asked.items() if value is not None}
     if workload.depths is None:
-        return CDBConfig.create(asked, saved_settings(model.generation_config)).changed()
+        settings = CDBConfig.create(asked, saved_settings(model.generation_config)).changed()
+        decided = {"refill", "trace", "progress", "seeds", "max_num_seqs"} - asked.keys()
+        return {name: value for name, value in settings.items() if name not in decided}
     rule = sorted(asked.keys() & {"exit_rule", "exit_threshold", "min_depth"})
     if rule:
         raise ValueError(
