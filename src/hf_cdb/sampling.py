@@ -1,75 +1,20 @@
-"""Tokens from logits of ragged rows: processors and noise.
+"""Tokens from logits of ragged rows.
 
 Rows of a launch are at different lengths. Processors that look at a row's scores alone run once on the whole block;
 those that look at its history run row by row, each row with processors of its own and its own padded history, so that
 every one sees what it would see in stock `generate`.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
+from .noise import Noise
 from .processors import SCORES_ONLY
 from .request import Request
 
-__all__ = ["Noise", "Sampler", "derive_seed"]
-
-
-class Noise:
-    """Exponential noise that belongs to (row, index of the token), never to the schedule.
-
-    Stock sampling draws one `[batch, vocab]` matrix of it per token: on the CPU `multinomial(p, 1)` is
-    `argmax(p / q)` with q exponential. Here line b of the same matrices, drawn in the same order and only when
-    needed, belongs to row b, so the same seed gives the same tokens whatever the schedule.
-
-    Args:
-        rows: rows of the call. None draws every line from the row's own seed instead.
-        vocab: columns.
-        max_bytes: matrices kept for rows that lag behind; older ones are drawn again from the generator's state.
-    """
-
-    def __init__(self, rows: int | None, vocab: int, device: torch.device, max_bytes: int = 256 * 2**20):
-        self.rows, self.vocab, self.device = rows, vocab, device
-        self._kept = max(1, max_bytes // (4 * vocab * (rows or 1)))
-        self._states: list[torch.Tensor] = []
-        self._matrices: dict[int, torch.Tensor] = {}
-        # Rows beyond the shared matrices, and the call's own randomness for them.
-        self._base = int(torch.randint(2**62, ())) if rows is None else 0
-
-    def line(self, row: int, seed: int | None, index: int) -> torch.Tensor:
-        """float32 `[vocab]` for token `index` of `row`; a seed of the row's own decides it alone."""
-        if seed is not None:
-            return self._seeded(seed, index)
-        if self.rows is None:
-            return self._seeded(_hash(self._base, row), index)
-        while len(self._states) <= index:
-            self._states.append(torch.get_rng_state())
-            self._keep(len(self._states) - 1, torch.empty(self.rows, self.vocab).exponential_())
-        if index not in self._matrices:
-            generator = torch.Generator().set_state(self._states[index])
-            self._keep(index, torch.empty(self.rows, self.vocab).exponential_(generator=generator))
-        return self._matrices[index][row].to(self.device)
-
-    def _keep(self, index: int, matrix: torch.Tensor) -> None:
-        while len(self._matrices) >= self._kept:
-            del self._matrices[min(self._matrices)]
-        self._matrices[index] = matrix
-
-    def _seeded(self, seed: int, index: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(_hash(seed, index))
-        return torch.empty(self.vocab).exponential_(generator=generator).to(self.device)
-
-
-def derive_seed(seed: int, copy: int) -> int:
-    """Seed of return sequence `copy` of a prompt with `seed`; the first keeps it."""
-    return seed if copy == 0 else _hash(seed, copy)
-
-
-def _hash(*values: int) -> int:
-    text = ",".join(map(str, values)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+__all__ = ["Sampler"]
 
 
 class Sampler:
