@@ -13,6 +13,7 @@ from torch import nn
 from .noise import Noise
 from .processors import SCORES_ONLY
 from .request import Request
+from .row_copies import PerRow
 
 __all__ = ["Sampler"]
 
@@ -21,7 +22,8 @@ class Sampler:
     """Chooses the next tokens of rows that are at different lengths.
 
     Args:
-        processors: for every row of the call its own list, all of the same kinds in the same order.
+        processors: for every row of the call its own list, all of the same kinds in the same order; a `PerRow` makes
+            a list when the row needs it.
         histories: for every row its padded prompt, int64 `[positions]`.
         do_sample: draw from the distribution; else take the most probable token.
         noise: for `do_sample`.
@@ -30,7 +32,7 @@ class Sampler:
 
     def __init__(
         self,
-        processors: Sequence[Sequence[Callable]],
+        processors: Sequence[Sequence[Callable]] | PerRow,
         histories: Sequence[torch.Tensor],
         do_sample: bool,
         noise: Noise | None = None,
@@ -57,6 +59,13 @@ class Sampler:
                 if self.keep_scores and row.error is None:
                     row.scores.append(scores_line.clone())
         return tokens
+
+    def release(self, row: int) -> None:
+        """Drop what is held for a row that has ended."""
+        if isinstance(self.processors, PerRow):
+            self.processors.release(row)
+        if self.noise is not None:
+            self.noise.release(row)
 
     def _draw(self, rows: Sequence[Request], scores: torch.Tensor) -> list[int]:
         probabilities = nn.functional.softmax(scores, dim=-1)
