@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, L
 
 from hf_cdb import CDBConfig, CDBGenerationMixin, GenerateCDBOutput, diagnose, enable_cdb
 from hf_cdb.exits import Replay
-from hf_cdb.sampling import Noise
 
 from .dory import random_dory
 from .models.test_generate import tiny_tokenizer
@@ -172,17 +171,6 @@ def test_sampling_beyond_the_rows_in_flight_repeats_with_its_seed(model):
         return generate(model, {**EARLY, "max_num_seqs": width}, do_sample=True)
 
     assert torch.equal(run(1), run(2))
-
-
-def test_noise_is_bounded_and_drawn_again():
-    torch.manual_seed(0)
-    expected = [torch.empty(3, 10).exponential_() for _ in range(6)]
-    torch.manual_seed(0)
-    noise = Noise(3, 10, torch.device("cpu"), max_bytes=2 * 3 * 10 * 4)
-    order = [(2, 5), (0, 0), (1, 3), (1, 5), (2, 0), (0, 4), (1, 1)]
-    for row, index in order:
-        assert torch.equal(noise.line(row, None, index), expected[index][row])
-        assert len(noise._matrices) <= 2
 
 
 @pytest.mark.parametrize("seed_of_row", [[3, 1, 8], [3, 3, 3]])

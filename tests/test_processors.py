@@ -17,8 +17,9 @@ from transformers.utils import logging
 from hf_cdb import CDBConfig, RowsFailedError
 from hf_cdb.adapters import adapter_for
 from hf_cdb.engine import Engine
+from hf_cdb.noise import Noise
 from hf_cdb.request import Request
-from hf_cdb.sampling import Noise, Sampler
+from hf_cdb.sampling import Sampler
 
 from .tiny import left_pad, prompts, random_ouro
 from .toy import ToyModel, predict, toy_prompt
@@ -311,29 +312,6 @@ def test_sampling_is_stock_s_under_any_schedule(model, more, ends):
     after = torch.rand(3)
     assert torch.equal(generate(model, {**NEVER, **more}, **options), stock)
     assert torch.equal(torch.rand(3), after)
-
-
-def test_pending_noise_is_bounded(model, monkeypatch):
-    """Rows that lag behind find their noise again: of the many lines that are due, few are kept."""
-    kept = []
-    keep = Noise._keep
-
-    def watch(self, index, matrix):
-        self._kept = 2
-        keep(self, index, matrix)
-        kept.append(len(self._matrices))
-
-    monkeypatch.setattr(Noise, "_keep", watch)
-    # Row 0 leaves after one loop, row 1 runs all of them: their tokens drift apart.
-    full = model.config.total_ut_steps if hasattr(model.config, "total_ut_steps") else 6
-    depths = [[full] + [1] * 11, [full] * 12, [full, *[1, full] * 6][:12]]
-    settings = {"exit_rule": "replay", "exit_depths": depths}
-    options = {"do_sample": True, "max_new_tokens": 12}
-    bounded = generate(model, settings, **options)
-    assert len(kept) > 12, "nothing was drawn again"
-    assert max(kept) == 2
-    monkeypatch.undo()
-    assert torch.equal(bounded, generate(model, settings, **options))
 
 
 @pytest.mark.parametrize("peak", [0.0, 6.0])

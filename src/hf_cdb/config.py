@@ -16,7 +16,7 @@ from .exit_heads import ExitHead, head_for
 from .exits import RULES, ArgmaxStability, ExitRule, make_rule
 from .kv_policy import POLICIES
 
-__all__ = ["CDBConfig", "saved_settings"]
+__all__ = ["CDBConfig", "rule_name", "saved_settings"]
 
 logger = logging.get_logger(__name__)
 
@@ -157,7 +157,12 @@ class CDBConfig:
             )
 
     @classmethod
-    def create(cls, value: Any, saved: "Mapping[str, Any] | CDBConfig | None" = None) -> "CDBConfig":
+    def create(
+        cls,
+        value: Any,
+        saved: "Mapping[str, Any] | CDBConfig | None" = None,
+        adapter: LoopAdapter | None = None,
+    ) -> "CDBConfig":
         """Settings from what `generate(cdb=...)` was given.
 
         Args:
@@ -165,6 +170,7 @@ class CDBConfig:
                 another exit rule than the saved one does without the saved threshold and depths, which belong to that
                 rule.
             saved: see `saved_settings`.
+            adapter: tells which rule "auto" is, so that the same rule under both names keeps its threshold.
 
         Raises:
             ValueError: none of these, or a name that does not exist.
@@ -175,7 +181,8 @@ class CDBConfig:
             raise ValueError(f"cdb={value!r}: pass True, False, a dict of settings or a CDBConfig.")
         saved = dict(saved.changed() if isinstance(saved, cls) else saved or {})
         given = dict(value) if isinstance(value, Mapping) else {}
-        if given.get("exit_rule", saved.get("exit_rule")) != saved.get("exit_rule"):
+        rules = [rule_name(settings.get("exit_rule", "auto"), adapter) for settings in (given, saved)]
+        if "exit_rule" in given and rules[0] != rules[1]:
             for name in ("exit_threshold", "exit_depths"):
                 saved.pop(name, None)
         settings = {**saved, **given}
@@ -232,9 +239,7 @@ class CDBConfig:
             )
         if self.min_depth > depth:
             raise ValueError(f"min_depth={self.min_depth} exceeds the {depth} loops of {name}. Lower it.")
-        rule = self.exit_rule
-        if rule == "auto":
-            rule = "gate" if adapter.has_gate else "latent-diff"
+        rule = rule_name(self.exit_rule, adapter)
         threshold = self.exit_threshold
         if threshold is None and rule == "gate":
             threshold = adapter.default_threshold
@@ -294,14 +299,26 @@ class CDBConfig:
         return head
 
 
-def saved_settings(generation_config: Any) -> Mapping[str, Any] | CDBConfig | None:
+def saved_settings(generation_config: Any, adapter: LoopAdapter | None = None) -> Mapping[str, Any] | CDBConfig | None:
     """The settings that a generation config names: `cdb_config`, and over it what `cdb` itself holds.
 
+    Args:
+        adapter: see `CDBConfig.create`.
+
     Raises:
-        ValueError: `cdb` holds no settings, or names one that does not exist.
+        ValueError: one of them holds no settings, or names one that does not exist.
     """
     cdb, saved = (getattr(generation_config, name, None) for name in ("cdb", "cdb_config"))
-    return saved if cdb is None or isinstance(cdb, bool) else CDBConfig.create(cdb, saved)
+    if saved is not None and not isinstance(saved, Mapping | CDBConfig):
+        raise ValueError(f"generation_config.cdb_config={saved!r}: put a dict of settings or a CDBConfig there.")
+    return saved if cdb is None or isinstance(cdb, bool) else CDBConfig.create(cdb, saved, adapter)
+
+
+def rule_name(rule: Any, adapter: LoopAdapter | None) -> Any:
+    """An exit rule by its own name: of "auto" the one that it is for this model; it stays where none is given."""
+    if rule != "auto" or adapter is None:
+        return rule
+    return "gate" if adapter.has_gate else "latent-diff"
 
 
 def _is_integer(value: Any) -> bool:

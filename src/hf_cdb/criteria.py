@@ -1,13 +1,16 @@
 """When the rows of a call end: the merged stopping criteria of `generate`, for rows that reach a token at any time."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy
 import torch
 from transformers.generation import stopping_criteria as stock
 
 from .engine import Engine
 from .request import Request
-from .trial import copy_for_row, trial
+from .row_copies import Copier, PerRow
+from .trial import trial
 
 __all__ = ["Stops"]
 
@@ -48,7 +51,7 @@ class Stops:
             int(token) for c in criteria if type(c) is stock.EosTokenCriteria for token in c.eos_token_id.flatten()
         }
         self._deadlines = [c for c in criteria if type(c) is stock.MaxTimeCriteria]
-        self._own: list[list[Callable]] = [[] for _ in histories]
+        self._own = PerRow()
         self._replayed: list[Callable] = []
         self._step = 0  # tokens that the replayed criteria have seen
         for criterion in criteria:
@@ -66,21 +69,26 @@ class Stops:
             most = criterion.max_position_embeddings
             if most is None or criterion.max_length <= most:
                 return  # else it has to see the rows: it warns of those that grow beyond what the model was trained for
-        if type(criterion) in (stock.MaxLengthCriteria, stock.StopStringCriteria) or len(self._own) == 1:
-            for own in self._own:
-                own.append(criterion)
-        elif self._treats_rows_alone(criterion):
-            for own in self._own:
-                own.append(copy_for_row(criterion))
+        if type(criterion) in (stock.MaxLengthCriteria, stock.StopStringCriteria) or len(self.histories) == 1:
+            self._own.add(lambda row: criterion)
+        elif (copier := self._copier_for_rows(criterion)) is not None:
+            copier.warn_if_large(f"stopping_criteria {getattr(criterion, '__name__', type(criterion).__name__)}")
+            self._own.add(lambda row: copier())
         else:
             self._replayed.append(criterion)
 
-    def _treats_rows_alone(self, criterion: Callable) -> bool:
+    def _copier_for_rows(self, criterion: Callable) -> Copier | None:
+        """What makes a criterion for every row, where it treats rows by themselves."""
         try:
-            copy_for_row(criterion)
+            copier = Copier(criterion)
         except Exception:  # what cannot be copied has one state for all rows, and is replayed
-            return False
-        return trial(criterion, self.histories, self.vocab, True if self.keep_scores else None) is None
+            return None
+        found = trial(copier, self.histories, self.vocab, True if self.keep_scores else None)
+        return copier if found is None else None
+
+    def release(self, row: int) -> None:
+        """Drop what is held for a row that has ended."""
+        self._own.release(row)
 
     def row_ends(self, request: Request) -> bool:
         """Whether a row ends with its last token, as far as that is its own business."""
@@ -129,12 +137,13 @@ class Stops:
         scores = tuple(self._scores(requests, step) for step in range(self._step)) if self.keep_scores else None
         done = torch.zeros(len(requests), dtype=torch.bool, device=ids.device)
         for criterion in self._replayed:
-            done = done | criterion(ids, scores)
+            done = done | _of_rows(criterion, criterion(ids, scores), len(requests)).to(done.device)
         return done.tolist()
 
     def _scores(self, requests: Sequence[Request], step: int) -> torch.Tensor:
         ended = next(r.scores[step] for r in requests if len(r.scores) > step).new_full((self.vocab,), -torch.inf)
-        ended[self.pad] = 0.0
+        if 0 <= self.pad < self.vocab:  # a pad token beyond the vocabulary has no score
+            ended[self.pad] = 0.0
         return torch.stack([r.scores[step] if len(r.scores) > step else ended for r in requests])
 
 
@@ -142,6 +151,20 @@ def _front(requests: Sequence[Request]) -> int:
     """Tokens that every row has which may still get one; where none may, those of the longest."""
     running = [len(request.tokens) for request in requests if not request.ended]
     return min(running) if running else max(len(request.tokens) for request in requests)
+
+
+def _of_rows(criterion: Callable, said: Any, rows: int) -> torch.Tensor:
+    """What a replayed criterion said, as bool `[rows]` or `[1]` for all of them."""
+    if isinstance(said, bool | numpy.bool_ | torch.Tensor):
+        flags = torch.as_tensor(said).flatten().bool()
+        if len(flags) in (1, rows):
+            return flags
+    name = getattr(criterion, "__name__", type(criterion).__name__)
+    given = f"shape {tuple(said.shape)}" if isinstance(said, torch.Tensor) else repr(said)
+    raise ValueError(
+        f"stopping_criteria {name} returned {given} for {rows} rows. "
+        "Return a tensor with an entry for every row, or one bool for all."
+    )
 
 
 def _cut(request: Request, length: int) -> None:

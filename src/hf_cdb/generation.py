@@ -1,7 +1,7 @@
 """Continuous depth batching inside `generate`: `model.generate(..., cdb=True)`."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,18 +16,19 @@ from .exit_heads import FOLDER as HEADS_FOLDER
 from .exit_heads import save_exit_heads
 from .generation_arguments import (
     check_guidance,
-    check_model,
     check_names,
     check_on_token,
     check_options,
     check_replays,
+    check_saved,
     refuse,
     refuse_early,
-    take_official_arguments,
 )
 from .generation_output import GenerateCDBOutput, RowsFailedError
 from .generation_requests import make_noise, make_requests
 from .generation_run import GenerationRun
+from .model_checks import check_model, compute_as_wrapped
+from .official_arguments import take_official_arguments
 from .processors import processors_of_rows
 from .sampling import Sampler
 from .streaming import OneRowStreamer, StreamPiece
@@ -60,9 +61,11 @@ class CDBGenerationMixin(GenerationMixin):
             ValueError: an argument or a setting that cdb cannot follow.
         """
         kwargs = {**_named(self, args, kwargs), **kwargs}
+        if cdb is None:
+            cdb = self._cdb_of(kwargs.get("generation_config"))
         if cdb is not None:
             kwargs["cdb"] = cdb
-        wanted = self._wants_cdb(cdb, kwargs.get("generation_config"))
+        wanted = cdb is not None and cdb is not False
         streamer = kwargs.get("streamer") if wanted else None
         if streamer is None:
             return self._generate(wanted, on_token, kwargs)
@@ -109,8 +112,9 @@ class CDBGenerationMixin(GenerationMixin):
             RowsFailedError: from the iterator after the last piece; rows failed.
         """
         named = {**_named(self, args, kwargs), **kwargs}
-        if cdb is None and not self._wants_cdb(None, named.get("generation_config")):
-            cdb = True
+        saved = self._cdb_of(named.get("generation_config")) if cdb is None else None
+        if cdb is None:
+            cdb = True if saved is None else saved
         if named.get("streamer") is not None:
             raise ValueError(
                 f"streamer={named['streamer']!r} beside generate_stream: an iterator that is never asked would leave "
@@ -118,8 +122,8 @@ class CDBGenerationMixin(GenerationMixin):
             )
         if cdb is False:
             raise ValueError(
-                "cdb=False: generate_stream steps an engine, which stock generation has not. Leave it out, or pass a "
-                "streamer to generate."
+                f"{'cdb' if saved is None else 'generation_config.cdb'}=False: generate_stream steps an engine, which "
+                "stock generation has not. Pass cdb=True, or a streamer to generate."
             )
         run = type(self).generate(self, *args, tokenizer=tokenizer, cdb=cdb, _lazy=True, **kwargs)
         return run.stream(tokenizer, skip_special_tokens)
@@ -147,30 +151,40 @@ class CDBGenerationMixin(GenerationMixin):
         timestamps.pop(HEADS_FOLDER, None)
         return timestamps
 
-    def _wants_cdb(self, cdb: Any, generation_config: Any) -> bool:
-        if cdb is None:
-            cdb = getattr(generation_config, "cdb", None)
+    def _cdb_of(self, generation_config: Any) -> Any:
+        """What the generation config of the call says of `cdb`, or else the model's own; None where neither does."""
+        cdb = getattr(generation_config, "cdb", None)
         if cdb is None:
             cdb = getattr(self.generation_config, "cdb", None)
-        return cdb is not None and cdb is not False
+        if cdb and getattr(generation_config, "is_assistant", None):
+            logger.warning_once(
+                f"generation_config.cdb={cdb!r} of {type(self).__name__} is left out while it drafts as an assistant, "
+                "which takes steps back in its cache, as a depth cache cannot."
+            )
+            return False
+        return cdb
 
     def _prepare_generation_config(self, generation_config, **kwargs):
         cdb, on_token, lazy = kwargs.pop("cdb", None), kwargs.pop("on_token", None), kwargs.pop("_lazy", False)
+        named = kwargs.pop("cdb_config", None)
         for name in _SCALARS:
             if isinstance(kwargs.get(name), torch.Tensor) and kwargs[name].numel() == 1:
                 kwargs[name] = kwargs[name].item()
         generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
-        if cdb is None:
-            cdb = getattr(generation_config, "cdb", None)
+        cdb = self._cdb_of(generation_config) if cdb is None else cdb
+        if named is not None:
+            generation_config.cdb_config = named
+        check_saved(generation_config, cdb, named)
         generation_config._cdb = None
         if cdb is None:
             check_names(self, model_kwargs, of_cdb=True)
         elif cdb is not False:
             adapter = adapter_for(self)
             check_model(adapter)
+            compute_as_wrapped(adapter)
             check_options(generation_config)
-            config = CDBConfig.create(cdb, saved_settings(generation_config))
-            given = cdb if isinstance(cdb, dict) else config.changed() if isinstance(cdb, CDBConfig) else ()
+            config = CDBConfig.create(cdb, saved_settings(generation_config, adapter), adapter)
+            given = {**_settings(named), **_settings(cdb)}
             config = take_official_arguments(config, adapter, model_kwargs, given)
             check_names(self, model_kwargs)
             generation_config._cdb = (adapter, config.resolve(adapter))
@@ -234,6 +248,11 @@ class CDBGenerationMixin(GenerationMixin):
             progress=config.progress,
         )
         return run if generation_config._lazy else run.finish()
+
+
+def _settings(given: Any) -> dict[str, Any]:
+    """The settings that an argument of the call names."""
+    return dict(given) if isinstance(given, Mapping) else given.changed() if isinstance(given, CDBConfig) else {}
 
 
 def _named(model: GenerationMixin, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""Which arguments of `generate` continuous depth batching takes, translates or refuses."""
+"""Which arguments of `generate` continuous depth batching takes or refuses."""
 
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Collection
 from typing import Any
 
 from transformers import GenerationConfig
@@ -11,23 +10,20 @@ from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
-from .adapters import LoopAdapter
-from .config import CDBConfig
+from .config import CDBConfig, saved_settings
 
 __all__ = [
     "IDLE_OPTIONS",
     "REFUSED",
     "check_guidance",
-    "check_model",
     "check_names",
     "check_on_token",
     "check_options",
     "check_replays",
-    "learns_prompts",
+    "check_saved",
     "refuse",
     "refuse_early",
     "refuse_unread",
-    "take_official_arguments",
 ]
 
 logger = logging.get_logger(__name__)
@@ -73,6 +69,17 @@ IDLE_OPTIONS = {
     "speculation_type": "assisted decoding",
     "decoder_start_token_id": "models with an encoder",
 }
+# Options that choose a decoding mode other than greedy search and sampling, and the value that does not.
+_MODES = {
+    "num_beams": 1,
+    "constraints": None,
+    "force_words_ids": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "use_mtp": False,
+}
 _SETTINGS = tuple(field.name for field in dataclasses.fields(CDBConfig))
 _OURS = ("cdb", "cdb_config", "on_token")
 # Arguments of the forward that the engine reads, or that generate itself adds.
@@ -103,11 +110,7 @@ def check_options(generation_config: GenerationConfig) -> None:
     """Refuse decoding modes and options that cdb does not have; warn of options that nothing reads in those it has."""
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(
-            f"generation mode {mode.value!r} is not supported with cdb: it moves rows between positions, or runs "
-            "several tokens of one at once, which a depth cache does not follow. Use greedy search or sampling, or "
-            "cdb=False."
-        )
+        _refuse_mode(generation_config, mode)
     for name in REFUSED:
         if getattr(generation_config, name, None):
             refuse(name, getattr(generation_config, name))
@@ -121,6 +124,21 @@ def check_options(generation_config: GenerationConfig) -> None:
         value = getattr(generation_config, name, None)
         if value is not None and value != defaults.get(name):
             logger.warning_once(f"{name}={value!r} has no effect: it belongs to {modes}.")
+
+
+def _refuse_mode(generation_config: GenerationConfig, mode: GenerationMode) -> None:
+    """Name the options that ask for a decoding mode that cdb does not have."""
+    values = {name: (getattr(generation_config, name, None), off) for name, off in _MODES.items()}
+    asked = {name: value for name, (value, off) in values.items() if value not in (None, False, off)}
+    if mode != GenerationMode.CONTRASTIVE_SEARCH and len(asked) > 1:
+        asked.pop("penalty_alpha", None)  # without top_k, or beside another mode, nothing reads it
+    off = ", ".join(f"{name}={_MODES[name]}" for name in asked)
+    raise ValueError(
+        f"{' and '.join(f'{name}={value!r}' for name, value in asked.items())} asks for the decoding mode "
+        f"{mode.value!r}, which is not supported with cdb: it moves rows between positions, or runs several tokens of "
+        f"one at once, which a depth cache does not follow. Leave it out, pass {off} "
+        "where generation_config holds it, or generate with cdb=False."
+    )
 
 
 def check_names(model: GenerationMixin, model_kwargs: dict[str, Any], of_cdb: bool = False) -> None:
@@ -180,6 +198,33 @@ def check_replays(stops: Any, generation_config: GenerationConfig) -> None:
         )
 
 
+def check_saved(generation_config: GenerationConfig, cdb: Any, named: Any) -> None:
+    """Look at settings that the call does not run with, too.
+
+    Args:
+        cdb: of the call.
+        named: `cdb_config` where the call itself names it.
+
+    Raises:
+        ValueError: the call names settings that nothing reads, or that do not exist.
+    """
+    off = cdb is None or cdb is False
+    if named is not None and (off or isinstance(cdb, CDBConfig)):
+        why = f"cdb={cdb!r}, which is off" if off else "cdb=CDBConfig(...), which replaces them"
+        raise ValueError(
+            f"cdb_config={named!r} beside {why}: nothing would read it. Pass the settings as cdb={{...}}, or cdb=True "
+            "beside them."
+        )
+    if off:
+        try:
+            CDBConfig.create(True, saved_settings(generation_config))
+        except ValueError as error:
+            logger.warning_once(
+                "The settings of cdb in generation_config are not read, since cdb is off, but with cdb they would be "
+                f"refused: {error}"
+            )
+
+
 def check_on_token(on_token: Any, cdb: bool) -> None:
     """Refuse a callback that cannot be called, or that stock generation would never call."""
     if not callable(on_token):
@@ -188,111 +233,6 @@ def check_on_token(on_token: Any, cdb: bool) -> None:
         raise ValueError(
             f"on_token={on_token!r} is called by cdb only, and cdb is off. Pass cdb=True, or a streamer instead."
         )
-
-
-def check_model(adapter: LoopAdapter) -> None:
-    """Refuse a model that the engine would run, but not as it is meant."""
-    model = adapter.model
-    if adapter.device.type == "meta":
-        raise ValueError(
-            f"{type(model).__name__} has no weights: its parameters are on the meta device, and no hook brings them. "
-            "Load a checkpoint with from_pretrained, or offload it with accelerate."
-        )
-    prepare = vars(model).get("prepare_inputs_for_generation")
-    if prepare is not None and (learns_prompts(model) or getattr(prepare, "__self__", None) is None):
-        raise ValueError(
-            f"{type(model).__name__}.prepare_inputs_for_generation={prepare!r} was replaced, as PEFT's prompt and "
-            "prefix tuning do it, and the engine prepares its inputs itself. Generate with cdb=False. Of prompt tuning "
-            "the virtual tokens may also be part of the prompt: peft_model.get_base_model().generate(inputs_embeds="
-            "torch.cat((peft_model.get_prompt(rows), embeddings of the tokens), dim=1), attention_mask=..., cdb=...)."
-        )
-
-
-def learns_prompts(model: GenerationMixin) -> bool:
-    """Whether the call comes from a PEFT model that puts virtual tokens where stock `generate` prepares its inputs."""
-    owner = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
-    return getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False)
-
-
-def take_official_arguments(
-    config: CDBConfig, adapter: LoopAdapter, model_kwargs: dict[str, Any], given: Collection[str] = ()
-) -> CDBConfig:
-    """Settings that the models' own keywords ask for beside cdb, taken out of `model_kwargs`.
-
-    Args:
-        config: the settings of the call.
-        adapter: the model's.
-        model_kwargs: arguments of the call that are the model's.
-        given: settings that the call itself names; a keyword of the call goes before all others.
-
-    Raises:
-        ValueError: a keyword contradicts a setting, or asks for something that stopping early cannot give.
-    """
-    wanted: dict[str, tuple[str, Any]] = {}
-    if model_kwargs.get("exit_threshold") is not None:
-        wanted["exit_threshold"] = ("exit_threshold", model_kwargs.pop("exit_threshold"))
-    if model_kwargs.get("criterion") is not None:
-        wanted["exit_rule"] = ("criterion", model_kwargs.pop("criterion"))
-    if model_kwargs.get("num_steps") is not None:
-        wanted["max_depth"] = ("num_steps", model_kwargs.pop("num_steps"))
-    if model_kwargs.get("cache_lookup_strategy") is not None:
-        policy = _policy_of_lookup(model_kwargs.pop("cache_lookup_strategy"), adapter.core_layers)
-        wanted["kv_policy"] = ("cache_lookup_strategy", policy)
-    steps = {name: model_kwargs.pop(name) for name in _STEPS if model_kwargs.get(name) is not None}
-    if len(steps) > 1:
-        raise ValueError(f"{' and '.join(f'{k}={v}' for k, v in steps.items())} both name the exit. Pass one of them.")
-    for name, step in steps.items():
-        for setting in ("exit_rule", "exit_threshold"):
-            if setting in given and getattr(config, setting) not in (None, "auto", "never"):
-                raise ValueError(
-                    f"{name}={step} and {setting}={getattr(config, setting)!r} contradict each other: a fixed step "
-                    "leaves nothing to decide. Drop one."
-                )
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < adapter.full_depth:
-            raise ValueError(
-                f"{name}={step!r} does not exist: steps count from 0 and this model has {adapter.full_depth} "
-                f"loops. Choose an integer from 0 to {adapter.full_depth - 1}."
-            )
-        wanted["max_depth"] = (name, step + 1)
-        config = dataclasses.replace(config, exit_rule="never", exit_threshold=None)
-    if model_kwargs.pop("use_weighted_exit", False):
-        raise ValueError(
-            "use_weighted_exit=True needs the states of all loops, which cdb exists to skip. Drop it, or cdb=False."
-        )
-    changes: dict[str, Any] = {}
-    for setting, (name, value) in wanted.items():
-        present = getattr(config, setting)
-        unset = "auto" if setting in ("exit_rule", "kv_policy") else None
-        if setting in given and present not in (unset, value):
-            raise ValueError(
-                f"{name}={value!r} and cdb's {setting}={present!r} contradict each other: they are one setting. Give "
-                "one of them."
-            )
-        changes[setting] = value
-    if changes.get("exit_rule", config.exit_rule) != config.exit_rule and "exit_threshold" not in given:
-        changes.setdefault("exit_threshold", None)  # that of the saved rule is on another scale
-    return dataclasses.replace(config, **changes)
-
-
-_STEPS = ("exit_at_step", "early_exit_step")
-
-
-def _policy_of_lookup(strategy: str, core_layers: int) -> str:
-    """The KV policy that a lookup of the published Huginn code names.
-
-    "latest-m<k>" falls back to the deepest entry of the same core layer where k is their number; "-compress-s<k>"
-    folds all loops into one slot per layer.
-    """
-    names = {
-        f"latest-m{core_layers}": "last_exited",
-        f"latest-m{core_layers}-compress-s{core_layers}": "shared",
-    }
-    if strategy not in names:
-        raise ValueError(
-            f"cache_lookup_strategy={strategy!r} has no counterpart with cdb; {' and '.join(names)} are the kv_policy "
-            f"{' and '.join(names.values())}. Set kv_policy in cdb instead."
-        )
-    return names[strategy]
 
 
 def refuse_unread(model_kwargs: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ def gather(
         scores = _stack([request.scores for request in requests], longest, -torch.inf)
         for step, block in enumerate(scores):
             ended = [row for row, request in enumerate(requests) if len(request.tokens) <= step]
-            if pad < block.shape[-1]:  # a pad token beyond the vocabulary has no score
+            if 0 <= pad < block.shape[-1]:  # a pad token beyond the vocabulary has no score
                 block[ended, pad] = 0.0
     if generation_config.output_logits:
         logits = _stack([request.logits for request in requests], longest, 0.0)

@@ -10,8 +10,9 @@ from .config import CDBConfig
 from .criteria import Stops
 from .exits import Replay
 from .generation_arguments import refuse_unread
+from .noise import Noise, derive_seed
 from .request import Request
-from .sampling import Noise, Sampler, derive_seed
+from .sampling import Sampler
 
 __all__ = ["make_noise", "make_requests"]
 

@@ -1,6 +1,7 @@
 """One call of `generate` on its way through an engine: steps it, tells who listens, gathers the output."""
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -63,8 +64,9 @@ class GenerationRun:
         Raises:
             RowsFailedError: rows failed.
         """
-        for _ in self._new_tokens():
-            pass
+        with contextlib.closing(self._new_tokens()) as requests:
+            for request in requests:
+                self._tell(request)
         return self._output()
 
     def stream(self, tokenizer: Any, skip_special_tokens: bool) -> Iterator[StreamPiece]:
@@ -80,13 +82,15 @@ class GenerationRun:
             RowsFailedError: rows failed; raised after the last piece.
         """
         texts = [None if tokenizer is None else TextPieces(tokenizer, skip_special_tokens) for _ in self.requests]
-        for request in self._new_tokens():
-            text, token = texts[request.row], request.tokens[-1]
-            piece = token if text is None else text.push(token, last=request.status != "running")
-            yield StreamPiece(request.row, piece, request.exit_depths[-1])
+        with contextlib.closing(self._new_tokens()) as requests:
+            for request in requests:
+                self._tell(request)
+                text, token = texts[request.row], request.tokens[-1]
+                piece = token if text is None else text.push(token, last=request.status != "running")
+                yield StreamPiece(request.row, piece, request.exit_depths[-1])
         return self._output()
 
-    def _new_tokens(self) -> Iterator[Request]:
+    def _new_tokens(self) -> Generator[Request, None, None]:
         """Step the engine; a request for every token that it got, which is its last one."""
         told = [0] * len(self.requests)
         try:
@@ -99,8 +103,10 @@ class GenerationRun:
                         request = self.requests[key]
                         if len(request.tokens) > told[key]:  # not so for a piece of a prompt, and a row that failed
                             told[key] = len(request.tokens)
-                            self._tell(request)
                             yield request
+                    for ended in self.engine.results():
+                        ended.sampler.release(ended.row)
+                        self.stops.release(ended.row)
                     bar.set_postfix(tokens=self.engine.stats.tokens, refresh=False)
                     bar.update(len(self.requests) - len(self.engine.scheduler) - bar.n)
         finally:
@@ -110,6 +116,7 @@ class GenerationRun:
                 self.streamer.end()
 
     def _tell(self, request: Request) -> None:
+        """Outside of `_new_tokens`: Python turns a StopIteration that a streamer raises in a generator into another."""
         token = request.tokens[-1]
         if self.streamer is not None:
             self.streamer.put(torch.tensor([token]))

@@ -10,7 +10,8 @@ from torch import nn
 from transformers.generation import logits_process as stock
 
 from .attention import AttentionSwitch
-from .trial import copy_for_row, trial
+from .row_copies import Copier, PerRow
+from .trial import trial
 
 __all__ = ["SCORES_ONLY", "processors_of_rows"]
 
@@ -43,10 +44,8 @@ _HISTORY_ONLY = (
 )
 
 
-def processors_of_rows(
-    processors: Sequence[Callable], histories: torch.Tensor, copies: int, vocab: int
-) -> list[list[Callable]]:
-    """For every row its own list of processors, all of the same kinds in the same order.
+def processors_of_rows(processors: Sequence[Callable], histories: torch.Tensor, copies: int, vocab: int) -> PerRow:
+    """For every row its own list of processors, all of the same kinds in the same order, made when the row needs them.
 
     Args:
         processors: what stock `generate` builds for the batch, the user's own included.
@@ -57,39 +56,41 @@ def processors_of_rows(
     Raises:
         ValueError: a processor of the user's mixes rows, or holds a state that cannot be copied for each of them.
     """
-    rows = len(histories)
-    makers = [_maker(processor, histories, copies, vocab) for processor in processors]
-    return [[make(row) for make in makers] for row in range(rows)]
+    return PerRow(_maker(processor, histories, copies, vocab) for processor in processors)
 
 
 def _maker(processor: Callable, histories: torch.Tensor, copies: int, vocab: int) -> Callable[[int], Callable]:
     """A function from a row to the processor that the row has of its own."""
     rows = len(histories)
     if type(processor) in _PARTS:
-        # What belongs to rows has a line for each of them, or one for each prompt.
+        # What belongs to rows has a line for each of them, or one for each prompt, or one for all.
         def lines_of(values: Any, row: int) -> Any:
-            index = row if len(values) == rows else row // copies
+            index = row if len(values) == rows else 0 if len(values) == 1 else row // copies
             return values[index : index + 1]
+
+        if type(processor) is stock.UnbatchedClassifierFreeGuidanceLogitsProcessor:
+            _check_negatives(processor.unconditional_context, histories, copies)
 
         return lambda row: _PARTS[type(processor)](processor, row, lines_of)
     if rows == 1 or type(processor) in (*SCORES_ONLY, *_HISTORY_ONLY):
         return lambda row: processor
     name = type(processor).__name__ if not hasattr(processor, "__name__") else processor.__name__
     try:
-        copy_for_row(processor)
+        copier = Copier(processor)
     except Exception as error:
         raise ValueError(
             f"logits_processor {name} cannot be copied ({error}), but with cdb every row needs one of its own, since "
             "rows are at different tokens and it may keep a state. Give its class a __deepcopy__, pass a function of "
             "(input_ids, scores), or generate with cdb=False."
         ) from error
-    found = trial(processor, histories, vocab)
+    found = trial(copier, histories, vocab)
     if found is not None:
         raise ValueError(
             f"logits_processor {name} does not treat every row by itself: {found}. With cdb rows are at different "
             "tokens, and each is shown to it as a batch of one. Change that, or generate with cdb=False."
         )
-    return lambda row: copy_for_row(processor)
+    copier.warn_if_large(f"logits_processor {name}")
+    return lambda row: copier()
 
 
 def _repetition(processor, row, lines_of):
@@ -119,13 +120,40 @@ def _prefix(processor, row, lines_of):
 
 
 def _allowed(function: Callable, prompt: int, _: int, input_ids: torch.Tensor) -> list[int]:
-    return function(prompt, input_ids)
+    tokens = function(prompt, input_ids)
+    if len(tokens) == 0:  # stock would name the batch that it sees, which is one row
+        raise ValueError(
+            f"prefix_allowed_tokens_fn allows no token for prompt {prompt} after {len(input_ids)} positions. Return at "
+            "least one, that of the end of sequence for instance."
+        )
+    return tokens
 
 
 def _synth_id(processor, row, lines_of):
     own = copy.copy(processor)
     own.state = None  # made at the first call, for as many rows as it sees
     return own
+
+
+def _check_negatives(context: dict[str, Any], histories: torch.Tensor, copies: int) -> None:
+    """Refuse negative prompts that do not fit the prompts; without them guidance begins with a prompt's last token."""
+    ids, mask, prompts = context["input_ids"], context["attention_mask"], len(histories) // copies
+    if ids is None and not histories.shape[1]:
+        raise ValueError(
+            "guidance_scale without negative_prompt_ids begins with the last token of every prompt, and prompts of "
+            "inputs_embeds have none. Pass negative_prompt_ids."
+        )
+    shape = (len(histories), 1) if ids is None else tuple(ids.shape)
+    if len(shape) != 2 or shape[0] not in (1, prompts, len(histories)) or not shape[1]:
+        raise ValueError(
+            f"negative_prompt_ids has shape {shape}, but there are {prompts} prompts. Give token ids [prompts, "
+            "positions], a line for each prompt or one line for all."
+        )
+    if mask is not None and tuple(mask.shape) != shape:
+        raise ValueError(
+            f"negative_prompt_attention_mask has shape {tuple(mask.shape)}, but the negative prompts have {shape}. "
+            "Give 1 for every token and 0 for all padding."
+        )
 
 
 def _guidance(processor, row, lines_of):

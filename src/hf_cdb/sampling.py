@@ -1,82 +1,29 @@
-"""Tokens from logits of ragged rows: processors and noise.
+"""Tokens from logits of ragged rows.
 
 Rows of a launch are at different lengths. Processors that look at a row's scores alone run once on the whole block;
 those that look at its history run row by row, each row with processors of its own and its own padded history, so that
 every one sees what it would see in stock `generate`.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
+from .noise import Noise
 from .processors import SCORES_ONLY
 from .request import Request
+from .row_copies import PerRow
 
-__all__ = ["Noise", "Sampler", "derive_seed"]
-
-
-class Noise:
-    """Exponential noise that belongs to (row, index of the token), never to the schedule.
-
-    Stock sampling draws one `[batch, vocab]` matrix of it per token: on the CPU `multinomial(p, 1)` is
-    `argmax(p / q)` with q exponential. Here line b of the same matrices, drawn in the same order and only when
-    needed, belongs to row b, so the same seed gives the same tokens whatever the schedule.
-
-    Args:
-        rows: rows of the call. None draws every line from the row's own seed instead.
-        vocab: columns.
-        max_bytes: matrices kept for rows that lag behind; older ones are drawn again from the generator's state.
-    """
-
-    def __init__(self, rows: int | None, vocab: int, device: torch.device, max_bytes: int = 256 * 2**20):
-        self.rows, self.vocab, self.device = rows, vocab, device
-        self._kept = max(1, max_bytes // (4 * vocab * (rows or 1)))
-        self._states: list[torch.Tensor] = []
-        self._matrices: dict[int, torch.Tensor] = {}
-        # Rows beyond the shared matrices, and the call's own randomness for them.
-        self._base = int(torch.randint(2**62, ())) if rows is None else 0
-
-    def line(self, row: int, seed: int | None, index: int) -> torch.Tensor:
-        """float32 `[vocab]` for token `index` of `row`; a seed of the row's own decides it alone."""
-        if seed is not None:
-            return self._seeded(seed, index)
-        if self.rows is None:
-            return self._seeded(_hash(self._base, row), index)
-        while len(self._states) <= index:
-            self._states.append(torch.get_rng_state())
-            self._keep(len(self._states) - 1, torch.empty(self.rows, self.vocab).exponential_())
-        if index not in self._matrices:
-            generator = torch.Generator().set_state(self._states[index])
-            self._keep(index, torch.empty(self.rows, self.vocab).exponential_(generator=generator))
-        return self._matrices[index][row].to(self.device)
-
-    def _keep(self, index: int, matrix: torch.Tensor) -> None:
-        while len(self._matrices) >= self._kept:
-            del self._matrices[min(self._matrices)]
-        self._matrices[index] = matrix
-
-    def _seeded(self, seed: int, index: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(_hash(seed, index))
-        return torch.empty(self.vocab).exponential_(generator=generator).to(self.device)
-
-
-def derive_seed(seed: int, copy: int) -> int:
-    """Seed of return sequence `copy` of a prompt with `seed`; the first keeps it."""
-    return seed if copy == 0 else _hash(seed, copy)
-
-
-def _hash(*values: int) -> int:
-    text = ",".join(map(str, values)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+__all__ = ["Sampler"]
 
 
 class Sampler:
     """Chooses the next tokens of rows that are at different lengths.
 
     Args:
-        processors: for every row of the call its own list, all of the same kinds in the same order.
+        processors: for every row of the call its own list, all of the same kinds in the same order; a `PerRow` makes
+            a list when the row needs it.
         histories: for every row its padded prompt, int64 `[positions]`.
         do_sample: draw from the distribution; else take the most probable token.
         noise: for `do_sample`.
@@ -85,7 +32,7 @@ class Sampler:
 
     def __init__(
         self,
-        processors: Sequence[Sequence[Callable]],
+        processors: Sequence[Sequence[Callable]] | PerRow,
         histories: Sequence[torch.Tensor],
         do_sample: bool,
         noise: Noise | None = None,
@@ -112,6 +59,13 @@ class Sampler:
                 if self.keep_scores and row.error is None:
                     row.scores.append(scores_line.clone())
         return tokens
+
+    def release(self, row: int) -> None:
+        """Drop what is held for a row that has ended."""
+        if isinstance(self.processors, PerRow):
+            self.processors.release(row)
+        if self.noise is not None:
+            self.noise.release(row)
 
     def _draw(self, rows: Sequence[Request], scores: torch.Tensor) -> list[int]:
         probabilities = nn.functional.softmax(scores, dim=-1)

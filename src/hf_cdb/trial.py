@@ -4,62 +4,28 @@ In stock `generate` a processor sees all rows at once. Here rows reach a token a
 own row, as in a batch of one. That is the same thing unless it mixes rows, or keeps one state for all of them.
 """
 
-import copy
-import functools
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedTokenizerBase
 
-__all__ = ["copy_for_row", "trial"]
+from .row_copies import Copier
+
+__all__ = ["trial"]
 
 _ALONE = 4  # rows are tried alone: more of them would find nothing else
 _SCORES = 2**26  # numbers in the scores of a trial at most, 256 MB; a call of more rows is tried with fewer
 _LONGER = 4  # histories with one more token, for criteria that look at the last one
 
 
-def copy_for_row(thing: Callable) -> Callable:
-    """A deep copy of a processor or criterion, whose state then belongs to one row.
-
-    Functions are not copied, nor are the models and tokenizers that an object holds: in attributes, in lists and dicts,
-    as the object of a bound method or an argument of a partial.
-
-    Raises:
-        Exception: whatever the object raises where it cannot be copied.
-    """
-    return copy.deepcopy(thing, {id(value): value for value in _shared(thing, set())})
-
-
-def _shared(thing: Any, seen: set[int]) -> Iterator[Any]:
-    """Models and tokenizers that `thing` leads to."""
-    if id(thing) in seen or isinstance(thing, (type, types.ModuleType, torch.Tensor)):
-        return
-    seen.add(id(thing))
-    if isinstance(thing, (nn.Module, PreTrainedTokenizerBase)):
-        yield thing
-        return
-    inner = [getattr(thing, "__self__", None), *(vars(thing).values() if hasattr(thing, "__dict__") else ())]
-    if isinstance(thing, functools.partial):
-        inner += [thing.func, *thing.args, *thing.keywords.values()]
-    if isinstance(thing, (list, tuple, set)):
-        inner += thing
-    if isinstance(thing, dict):
-        inner += thing.values()
-    for value in inner:
-        yield from _shared(value, seen)
-
-
-def trial(thing: Callable, histories: torch.Tensor, vocab: int, scores_in_tuple: bool | None = False) -> str | None:
-    """Call `thing` on rows together and on each of them alone.
+def trial(copier: Copier, histories: torch.Tensor, vocab: int, scores_in_tuple: bool | None = False) -> str | None:
+    """Call copies of a thing on rows together and on each of them alone.
 
     A finding is certain, its absence is not: what mixes rows for a few tokens only may come through. The state of
-    torch's generators is left as it was, and so are the variables of a function around `thing`.
+    torch's generators is left as it was, and so are the variables of a function around it.
 
     Args:
-        thing: called as `thing(histories, scores)`.
+        copier: of what is called as `thing(histories, scores)`.
         histories: the padded prompts, int64 `[rows, positions]`.
         vocab: columns of the scores that it is given.
         scores_in_tuple: False for processors, which are given a tensor; True for stopping criteria, which are given a
@@ -68,9 +34,9 @@ def trial(thing: Callable, histories: torch.Tensor, vocab: int, scores_in_tuple:
     Returns:
         What differs, in words; None where nothing does.
     """
-    cells = [cell for cell in getattr(thing, "__closure__", None) or () if _content(cell) is not cell]
+    cells = [cell for cell in getattr(copier.thing, "__closure__", None) or () if _content(cell) is not cell]
     before = [_content(cell) for cell in cells]
-    found = _try(thing, histories, vocab, scores_in_tuple)
+    found = _try(copier, histories, vocab, scores_in_tuple)
     rebound = [cell for cell, content in zip(cells, before, strict=True) if _content(cell) is not content]
     for cell, content in zip(cells, before, strict=True):
         cell.cell_contents = content
@@ -87,7 +53,7 @@ def _content(cell: Any) -> Any:
         return cell
 
 
-def _try(thing: Callable, histories: torch.Tensor, vocab: int, scores_in_tuple: bool | None) -> str | None:
+def _try(copier: Copier, histories: torch.Tensor, vocab: int, scores_in_tuple: bool | None) -> str | None:
     generator = torch.Generator().manual_seed(0)
     histories = histories[: max(_ALONE, _SCORES // vocab)]
     rows, device = len(histories), histories.device
@@ -99,18 +65,21 @@ def _try(thing: Callable, histories: torch.Tensor, vocab: int, scores_in_tuple: 
                 tokens = torch.randint(vocab, (rows, 1), generator=generator)
                 ids = torch.cat((histories, tokens.to(histories)), dim=1)
             scores = torch.randn(rows, vocab, generator=generator).to(device)
-            found = _compare(thing, ids, scores, scores_in_tuple)
+            found = _compare(copier, ids, scores, scores_in_tuple)
             if found is not None:
                 return found
     return None
 
 
-def _compare(thing: Callable, ids: torch.Tensor, scores: torch.Tensor, in_tuple: bool | None) -> str | None:
-    together = _call(copy_for_row(thing), ids, scores, in_tuple, "rows together")
+def _compare(copier: Copier, ids: torch.Tensor, scores: torch.Tensor, in_tuple: bool | None) -> str | None:
+    together = _call(copier(), ids, scores, in_tuple, "rows together")
     lines = [
-        _call(copy_for_row(thing), ids[row : row + 1], scores[row : row + 1], in_tuple, f"row {row} of them alone")
+        _call(copier(), ids[row : row + 1], scores[row : row + 1], in_tuple, f"row {row} of them alone")
         for row in range(min(len(ids), _ALONE))
     ]
+    if isinstance(together, Exception) and len(ids) > _ALONE:
+        # It may raise for one of the other rows, which is then the failure of that row.
+        together = _call(copier(), ids[:_ALONE], scores[:_ALONE], in_tuple, "rows together")
     if isinstance(together, Exception):
         # Where it raises for a row alone as well, that is the failure of this row, which it will meet by itself.
         raises_alone = any(isinstance(alone, Exception) for alone in lines)

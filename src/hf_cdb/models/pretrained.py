@@ -5,7 +5,7 @@ import functools
 from transformers.modeling_utils import PreTrainedModel
 
 from ..generation import CDBGenerationMixin
-from ..generation_arguments import learns_prompts
+from ..model_checks import learns_prompts
 
 __all__ = ["LoopedGenerationMixin", "LoopedPreTrainedModel"]
 
