@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from .dory import random_dory
 from .test_generation import EARLY, letter_tokenizer, refused
 from .tiny import RANDOM, random_ouro
 
@@ -63,10 +64,10 @@ def test_a_request_is_alone(model):
     alone = [ours.generate_until(requests([prompt]), disable_tqdm=True)[0] for prompt in PROMPTS]
     assert together == alone
     info = ours.get_model_info()["cdb"]
-    assert info["exit_rule"] == "confidence"
-    assert info["exit_threshold"] == 0.1
+    (run,) = info.pop("runs")
+    assert run == {**run, **info, "requests": "generate_until", "exit_rule": "confidence", "exit_threshold": 0.1}
     assert info["tokens"] == sum(stats.tokens for stats in ours.cdb_stats)
-    assert 1 <= info["mean_depth"] < info["max_depth"]
+    assert 1 <= info["mean_depth"] < run["max_depth"]
 
 
 def test_kinds_of_requests_are_kept_apart(model):
@@ -79,12 +80,70 @@ def test_kinds_of_requests_are_kept_apart(model):
 
 
 def test_settings_from_the_task(model):
-    """`gen_kwargs` of a task overrule the settings of the model."""
-    ours = harness(CDBHarnessModel, model, cdb=EARLY)
+    """`gen_kwargs` of a task overrule the settings of the model, those that they name; and what ran is recorded."""
+    ours = harness(CDBHarnessModel, model, cdb={**EARLY, "max_num_seqs": 2})
     off = ours.generate_until(requests(PROMPTS, cdb=OFF), disable_tqdm=True)
     assert off == harness(CDBHarnessModel, model, cdb=OFF).generate_until(requests(PROMPTS), disable_tqdm=True)
     stock = ours.generate_until(requests(PROMPTS, cdb=False), disable_tqdm=True)
     assert stock == off
+    deeper = ours.generate_until(requests(PROMPTS, cdb={"min_depth": 3}), disable_tqdm=True)
+    whole = harness(CDBHarnessModel, model, cdb={**EARLY, "min_depth": 3})
+    assert deeper == whole.generate_until(requests(PROMPTS), disable_tqdm=True)
+    assert ours.generate_until(requests(PROMPTS, cdb=True), disable_tqdm=True) != deeper
+    runs = ours.get_model_info()["cdb"]["runs"]
+    assert [run.get("exit_rule") for run in runs] == ["never", None, "confidence", "confidence"]
+    assert [run.get("exit_threshold") for run in runs] == [None, None, 0.1, 0.1]
+    assert [run.get("min_depth") for run in runs] == [1, None, 3, 1]
+    assert [run.get("max_num_seqs") for run in runs] == [2, None, 2, 2]
+    assert [run.get("mean_depth") for run in runs] == [
+        ours.cdb_stats[0].mean_depth,
+        None,
+        *(stats.mean_depth for stats in ours.cdb_stats[1:]),
+    ]
+    assert runs[1] == {"requests": "generate_until", "cdb": False}
+    assert runs[2]["mean_depth"] >= 3
+
+
+def test_another_rule_leaves_the_saved_threshold_behind(model):
+    """As in `generate`: the threshold belongs to the rule that it was saved with."""
+    model.generation_config.cdb_config = {"exit_rule": "confidence", "exit_threshold": 0.1, "min_depth": 2}
+    for given in ({"exit_rule": "never"}, {"cdb": OFF}, {"cdb": EARLY, "exit_rule": "never"}):
+        config = harness(CDBHarnessModel, model, **given).cdb_config
+        assert (config.exit_rule, config.exit_threshold, config.min_depth) == ("never", None, 2)
+    config = harness(CDBHarnessModel, model, exit_rule="cosine").cdb_config
+    assert (config.exit_rule, config.exit_threshold) == ("cosine", None)
+    config = harness(CDBHarnessModel, model, exit_threshold=0.2).cdb_config
+    assert (config.exit_rule, config.exit_threshold) == ("confidence", 0.2)
+
+
+@pytest.mark.parametrize("depth", [1, 2, None])
+def test_scores_are_those_of_the_depth(model, depth):
+    """And the depth is recorded: by hand from whole passes, a text at a time."""
+    texts = [("ABC", "DE"), ("HELLO", "Z")]
+    scored = [Instance("loglikelihood", {}, text, index, ("task", index, 1)) for index, text in enumerate(texts)]
+    ours = harness(CDBHarnessModel, model, exit_rule="never", max_depth=depth)
+    answers = ours.loglikelihood(scored, True)
+    tokenizer = letters()
+    full = {"ouro": 4, "huginn_raven": 6}[model.config.model_type]
+    loops = {"exit_at_step": (depth or full) - 1} if full == 4 else {"num_steps": depth or full}
+    for (context, continuation), (found, greedy) in zip(texts, answers, strict=True):
+        ids = torch.tensor([tokenizer(context + continuation)["input_ids"]])
+        with torch.no_grad():
+            lines = model(ids, **loops).logits[0, -len(continuation) - 1 : -1].log_softmax(-1)
+        ends = ids[0, -len(continuation) :]
+        assert found == pytest.approx(float(lines.gather(1, ends[:, None]).sum()), abs=1e-4)
+        assert greedy == bool((lines.argmax(-1) == ends).all())
+    (run,) = ours.get_model_info()["cdb"]["runs"]
+    assert run == {**run, "requests": "loglikelihood", "exit_rule": "never", "max_depth": depth or full}
+    whole = harness(HFLM, model).loglikelihood(scored, True)
+    assert (answers == whole) == (depth is None)
+
+
+def test_a_depth_that_no_pass_has_is_refused():
+    dory = random_dory(eos_token_id=49, pad_token_id=48)
+    scored = [Instance("loglikelihood", {}, ("ABC", "DE"), 0, ("task", 0, 1))]
+    ours = harness(CDBHarnessModel, dory, exit_rule="never", max_depth=1)
+    refused(["max_depth=1", "DoryForCausalLM"], lambda: ours.loglikelihood(scored, True))
 
 
 def test_depth_acts_or_is_refused():
@@ -144,4 +203,5 @@ def test_the_command_line(tmp_path):
     results = json.loads(file.read_text())
     assert results["results"]["letters"]["exact_match,none"] == 0.5
     assert results["config"]["cdb"]["mean_depth"] == pytest.approx(output.stats.mean_depth)
-    assert results["config"]["cdb"]["exit_threshold"] == 0.1
+    (run,) = results["config"]["cdb"]["runs"]
+    assert run["exit_threshold"] == 0.1

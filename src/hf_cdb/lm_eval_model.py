@@ -37,7 +37,8 @@ class CDBHarnessModel(HFLM):
         **kwargs: settings of `CDBConfig`, and arguments of `hf`.
 
     Attributes:
-        cdb_stats: counts of every call of `generate` so far.
+        cdb_config: the settings of the model; `cdb` in the `gen_kwargs` of a task is merged into them.
+        cdb_stats: counts of every call of `generate` so far that cdb ran.
 
     Raises:
         ValueError: a setting that does not exist or that the model cannot follow.
@@ -48,10 +49,12 @@ class CDBHarnessModel(HFLM):
         given = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
         super().__init__(pretrained, **kwargs)
         enable_cdb(self.model)
-        base = CDBConfig.create(cdb, saved_settings(self.model.generation_config))
-        self.cdb_config = dataclasses.replace(base, **given)
-        self._resolved = self.cdb_config.resolve(adapter_for(self.model))
+        saved = saved_settings(self.model.generation_config)
+        self.cdb_config = CDBConfig.create(given, CDBConfig.create(cdb, saved))
+        self._adapter = adapter_for(self.model)
+        self._resolved = self.cdb_config.resolve(self._adapter)
         self.cdb_stats: list[CDBStats] = []
+        self._ran: list[tuple[dict[str, Any], list[CDBStats]]] = []  # settings, and the counts of all calls with them
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The answer to every request, in their order."""
@@ -65,6 +68,7 @@ class CDBHarnessModel(HFLM):
     def _model_generate(
         self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs
     ) -> torch.Tensor:
+        cdb = self._config_of_task(generation_kwargs.pop("cdb", None))
         if not generation_kwargs.get("do_sample"):
             generation_kwargs = {**generation_kwargs, "do_sample": False}
             generation_kwargs.pop("temperature", None)
@@ -75,11 +79,7 @@ class CDBHarnessModel(HFLM):
         strings = [text for text in stop if text and text != end_text]
         if strings:
             generation_kwargs["stop_strings"] = strings
-        with torch.autocast(
-            device_type=self.device.type,
-            dtype=self.mixed_precision_dtype,
-            enabled=self.mixed_precision_dtype is not None,
-        ):
+        with self._autocast():
             output = self.model.generate(
                 input_ids=context,
                 max_length=max_length,
@@ -87,35 +87,77 @@ class CDBHarnessModel(HFLM):
                 pad_token_id=self.tokenizer.pad_token_id,
                 eos_token_id=sorted(ends),
                 return_dict_in_generate=True,
-                **{"cdb": self.cdb_config, **generation_kwargs},
+                cdb=cdb,
+                **generation_kwargs,
             )
-        if getattr(output, "stats", None) is not None:
-            self.cdb_stats.append(output.stats)
+        stats = getattr(output, "stats", None)
+        if stats is None:
+            self._record({"requests": "generate_until", "cdb": False})
+        else:
+            self.cdb_stats.append(stats)
+            self._record({"requests": "generate_until", **self._settings(cdb)}, stats)
         return output.sequences
+
+    def _config_of_task(self, cdb: Any) -> CDBConfig | bool:
+        """What `cdb` in the `gen_kwargs` of a task comes to: a dict is merged into the settings of the model."""
+        if cdb is None or cdb is True:
+            return self.cdb_config
+        return False if cdb is False else CDBConfig.create(cdb, self.cdb_config)
 
     def _loglikelihood_tokens(self, *args, **kwargs):
         if self._resolved.exit_rule.name != "never":
             raise ValueError(
                 f"exit_rule={self._resolved.exit_rule.name!r} does not act on loglikelihood requests: they score a "
-                "given text in one pass at full depth. Evaluate a task that generates, or pass exit_rule=never."
+                "given text in one pass in which every token runs the same number of loops. Evaluate a task that "
+                "generates, or pass exit_rule=never, with max_depth=... for that number."
             )
+        self._adapter.plain_arguments(self._resolved.max_depth)  # refuses a depth before anything runs
+        self._record({"requests": "loglikelihood", **self._settings(self.cdb_config)})
         return super()._loglikelihood_tokens(*args, **kwargs)
 
-    def get_model_info(self) -> dict:
-        """As the harness's, and under `cdb` the settings, and the tokens and mean depth of all generation so far."""
-        tokens = sum(stats.tokens for stats in self.cdb_stats)
-        loops = sum(stats.tokens * stats.mean_depth for stats in self.cdb_stats)
-        rule = self._resolved.exit_rule
-        settings = {f.name: getattr(self.cdb_config, f.name) for f in dataclasses.fields(self.cdb_config)}
-        ran = {
-            "exit_rule": rule.name,
-            "exit_threshold": rule.threshold,
-            "max_depth": self._resolved.max_depth,
-            "kv_policy": self._resolved.kv_policy,
-            "tokens": tokens,
-            "mean_depth": loops / tokens if tokens else None,
+    def _model_call(self, inps: torch.Tensor) -> torch.Tensor:
+        """Logits `[batch, positions, vocab]` of one pass in which every token runs `max_depth` loops."""
+        depth = self._adapter.plain_arguments(self._resolved.max_depth)
+        with torch.no_grad(), self._autocast():
+            return self.model(inps, **depth).logits
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(
+            device_type=self.device.type,
+            dtype=self.mixed_precision_dtype,
+            enabled=self.mixed_precision_dtype is not None,
+        )
+
+    def _settings(self, config: CDBConfig) -> dict[str, Any]:
+        """All settings, with what the model decides filled in."""
+        resolved = config.resolve(self._adapter)
+        settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+        return {
+            **settings,
+            "exit_rule": resolved.exit_rule.name,
+            "exit_threshold": resolved.exit_rule.threshold,
+            "max_depth": resolved.max_depth,
+            "kv_policy": resolved.kv_policy,
         }
-        return {**super().get_model_info(), "cdb": {**settings, **ran}}
+
+    def _record(self, settings: dict[str, Any], stats: CDBStats | None = None) -> None:
+        counts = next((counts for ran, counts in self._ran if ran == settings), None)
+        if counts is None:
+            counts = []
+            self._ran.append((settings, counts))
+        counts += [] if stats is None else [stats]
+
+    def get_model_info(self) -> dict:
+        """As the harness's, and under `cdb` the tokens and mean depth of all generation with cdb so far, and in `runs`
+        the settings that requests ran with, each with its own tokens and mean depth."""
+        runs = [{**settings, **(_counts(stats) if stats else {})} for settings, stats in self._ran]
+        return {**super().get_model_info(), "cdb": {**_counts(self.cdb_stats), "runs": runs}}
+
+
+def _counts(stats: list[CDBStats]) -> dict[str, Any]:
+    tokens = sum(one.tokens for one in stats)
+    loops = sum(one.tokens * one.mean_depth for one in stats)
+    return {"tokens": tokens, "mean_depth": loops / tokens if tokens else None}
 
 
 if __name__ == "__main__":
