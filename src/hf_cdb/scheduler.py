@@ -35,7 +35,7 @@ class Launch:
         return len(self.keys)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Row:
     key: int
     min_depth: int
@@ -169,9 +169,9 @@ class Scheduler:
         self._launched = Launch(
             stage,
             keys=tuple(rows),
-            places=tuple(row.place for row in rows.values()),
-            depths=tuple(row.depth + step for row in rows.values()),
-            chunks=tuple(row.chunk for row in rows.values()),
+            places=tuple([row.place for row in rows.values()]),
+            depths=tuple([row.depth + step for row in rows.values()]),
+            chunks=tuple([row.chunk for row in rows.values()]),
         )
         return self._launched
 
