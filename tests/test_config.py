@@ -111,6 +111,27 @@ def test_another_rule_leaves_the_saved_threshold_behind():
     assert CDBConfig.create({"lookahead": 1}, CDBConfig(**saved)) == CDBConfig(**saved, lookahead=1)
 
 
+class Gated:
+    has_gate = True
+
+
+class Gateless:
+    has_gate = False
+
+
+@pytest.mark.parametrize(("adapter", "rule"), [(Gated(), "gate"), (Gateless(), "latent-diff")])
+def test_auto_is_the_rule_that_it_stands_for(adapter, rule):
+    """The same rule under its other name keeps the saved threshold, another one does not."""
+    named, unnamed = {"exit_rule": rule, "exit_threshold": 0.1}, {"exit_threshold": 0.1}
+    for saved, given in ((named, "auto"), (unnamed, rule), (unnamed, "auto"), (named, rule)):
+        assert CDBConfig.create({"exit_rule": given}, saved, adapter) == CDBConfig(exit_rule=given, exit_threshold=0.1)
+    for saved in (named, unnamed):
+        assert CDBConfig.create({"exit_rule": "confidence"}, saved, adapter).exit_threshold is None
+        assert CDBConfig.create({"exit_rule": "never"}, saved, adapter) == CDBConfig(exit_rule="never")
+    other = {"exit_rule": "confidence", "exit_threshold": 0.1}
+    assert CDBConfig.create({"exit_rule": "auto"}, other, adapter).exit_threshold is None
+
+
 def test_integers_of_numpy_are_integers():
     config = CDBConfig(
         max_num_seqs=numpy.int64(4),

@@ -346,3 +346,76 @@ def test_the_end_id_of_the_chat_format(ouro, monkeypatch):
 def test_criteria_come_as_a_list_of_either_kind(ouro, kind):
     stock = generate(ouro, False, stopping_criteria=StoppingCriteriaList([divisible, ThreeEven()]))
     assert torch.equal(generate(ouro, NEVER, stopping_criteria=kind([divisible, ThreeEven()])), stock)
+
+
+def test_a_criterion_that_raises_for_a_late_row_only(model):
+    """The trial gives all rows together; what raises there for one row is that row's failure, not all rows'."""
+    ids, mask = IDS.repeat(2, 1), MASK.repeat(2, 1)
+    ids[ids == 49] = 48
+    ids[4, 8] = 49
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "eos_token_id": NO_END, "cdb": EARLY}
+    whole = model.generate(ids, **options)
+
+    def picky(ids, scores):
+        if (ids[:, 8] == 49).any():
+            raise KeyError("49")
+        return ids[:, -1] < 0
+
+    with pytest.raises(RowsFailedError) as caught:
+        model.generate(ids, stopping_criteria=[picky], **options)
+    assert list(caught.value.errors) == [4]
+    others = [0, 1, 2, 3, 5]
+    assert torch.equal(caught.value.output[others], whole[others])
+
+
+def test_a_replayed_criterion_may_answer_in_a_column(model):
+    """Stock cannot do that, so the truth is the same answer in a line."""
+
+    def line(ids, scores):
+        return (ids[:, -1] + ids[0, -1]) % 3 == 0
+
+    ours = agrees(model, lambda: line)
+    for width in WIDTHS:
+        column = [lambda ids, scores: line(ids, scores)[:, None]]
+        assert torch.equal(generate(model, {**NEVER, "max_num_seqs": width}, stopping_criteria=column), ours)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"), [(torch.ones(3, 3).bool(), "shape (3, 3)"), ([False, True], "[False, True]"), (None, "None")]
+)
+def test_a_replayed_criterion_of_another_shape(ouro, said, words):
+    def odd(ids, scores):
+        return said
+
+    with pytest.raises(RowsFailedError) as caught:
+        generate(ouro, EARLY, stopping_criteria=[odd])
+    error = caught.value.errors[0]
+    assert isinstance(error, ValueError)
+    assert f"stopping_criteria odd returned {words} for 3 rows" in str(error)
+    assert list(caught.value.errors) == [0, 1, 2]
+
+
+def test_replayed_criteria_see_the_scores_of_ended_rows(ouro):
+    """A pad token beyond the vocabulary has none; stock would go on to look it up among the embeddings."""
+    end = int(generate(ouro, False)[1, 10])
+    seen = {}
+
+    def look(ids, scores):
+        seen[ids.shape[1]] = scores
+        return False
+
+    options = {"return_dict_in_generate": True, "output_scores": True, "eos_token_id": end, "stopping_criteria": [look]}
+    stock = generate(ouro, False, **options)
+    expected = seen.pop(stock.sequences.shape[1])
+    for pad in (0, 60):
+        seen.clear()
+        ours = generate(ouro, NEVER, pad_token_id=pad, **options)
+        live = ours.exit_depths > 0
+        assert torch.equal(ours.sequences[:, 9:].where(live, 0), stock.sequences[:, 9:].where(live, 0))
+        scores = seen[ours.sequences.shape[1]]
+        assert len(scores) == len(expected)
+        for step, (given, wanted) in enumerate(zip(scores, expected, strict=True)):
+            going = ours.exit_depths[:, step] > 0
+            assert_close(given[going], wanted[going], 1e-5)
+            assert given[~going].isfinite().sum() == (int((~going).sum()) if pad < 50 else 0)
+    assert not going.all()

@@ -1,7 +1,10 @@
 """`diagnose` finds what differs, says where first, and tells a near tie from a mistake."""
 
+import threading
+
 import pytest
 import torch
+from transformers import LogitsProcessor, StoppingCriteria
 
 from hf_cdb import diagnose, enable_cdb
 from hf_cdb.diagnosis import Difference
@@ -172,6 +175,58 @@ def test_texts_and_rows_that_end(ouro):
     assert found == diagnose(ouro, ids, **options)
     assert found.differences == []
     assert found.alone.tokens < 16
+
+
+class Counting(LogitsProcessor):
+    """Keeps a state: raises another token with every call."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, ids, scores):
+        self.calls += 1
+        scores = scores.clone()
+        scores[:, self.calls * 7 % 50] += 50
+        return scores
+
+
+class Fourth(StoppingCriteria):
+    """Keeps a state: ends rows with its fourth call."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, ids, scores, **kwargs):
+        self.calls += 1
+        return torch.full((len(ids),), self.calls == 4)
+
+
+def test_a_state_does_not_pass_from_run_to_run(ouro):
+    """Rows that are the same in every run are found to be, whatever their processors and criteria count."""
+    processor, criterion = Counting(), Fourth()
+    options = {"logits_processor": [processor], "stopping_criteria": [criterion], "max_new_tokens": 8}
+    found = diagnose(ouro, ROWS, cdb=EARLY, **options)
+    assert found.differences == []
+    assert found.exits_off.tokens == found.alone.tokens == 3 * 4
+    assert processor.calls == criterion.calls == 0
+    scores = generate(ouro, False, *left_pad(ROWS), logits_processor=[Counting()], max_new_tokens=4)
+    assert scores[:, 9:].tolist() == [[7, 14, 21, 28]] * 3  # it decides the tokens
+
+    class Locked(Counting):
+        def __init__(self):
+            self.lock = threading.Lock()
+
+    words = ["logits_processor Locked", "lock", "__deepcopy__"]
+    refused(words, lambda: diagnose(ouro, ROWS[:1], logits_processor=[Locked()]))
+
+
+def test_a_single_text_is_one_prompt(ouro):
+    tokenizer = letter_tokenizer()
+    found = diagnose(ouro, "HELLO", tokenizer, cdb=EARLY, max_new_tokens=4)
+    assert found == diagnose(ouro, ["HELLO"], tokenizer, cdb=EARLY, max_new_tokens=4)
+    assert found.alone.rows == 1
+    for flat in ([3, 4, 5], torch.tensor([3, 4, 5])):
+        refused(["prompts[0]=", "3", "token ids for each prompt"], lambda flat=flat: diagnose(ouro, flat))
 
 
 def test_what_cannot_be_diagnosed(ouro):

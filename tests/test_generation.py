@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM, pipeline
+from transformers.utils import logging
 
 from hf_cdb import CDBConfig, CDBGenerationMixin, GenerateCDBOutput, diagnose, enable_cdb
 from hf_cdb.exits import Replay
@@ -495,3 +496,77 @@ def test_a_pad_token_beyond_the_vocabulary_has_no_score():
     output = generate(model, {"exit_rule": "never"}, **options)
     assert output.sequences[0, -1] == 60
     assert (output.scores[-1][0] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("saved", [None, {"exit_rule": "never", "max_num_seqs": 2}])
+def test_cdb_config_as_an_argument(ouro, saved):
+    """It takes the place of the saved settings, with or without such; it is refused where nothing reads it."""
+    ouro.generation_config.cdb_config = saved
+    expected = generate(ouro, EARLY)
+    assert not torch.equal(expected, generate(ouro, False))
+    assert torch.equal(generate(ouro, True, cdb_config=EARLY), expected)
+    assert torch.equal(generate(ouro, {"max_num_seqs": 1}, cdb_config=EARLY), expected)
+    for cdb in (None, False):
+        refused(["cdb_config=", f"cdb={cdb}", "cdb=True"], lambda cdb=cdb: generate(ouro, cdb, cdb_config=EARLY))
+    refused(["cdb_config=", "CDBConfig"], lambda: generate(ouro, CDBConfig(), cdb_config=EARLY))
+    refused(["'exit_treshold'", "'exit_threshold'"], lambda: generate(ouro, True, cdb_config={"exit_treshold": 0.5}))
+    refused(["cdb_config=5", "dict"], lambda: generate(ouro, True, cdb_config=5))
+    assert ouro.generation_config.cdb_config == saved
+
+
+def test_saved_settings_that_do_not_exist_are_told_of_while_cdb_is_off(ouro, monkeypatch):
+    said = []
+    monkeypatch.setattr(logging.get_logger("hf_cdb.generation_arguments"), "warning_once", said.append)
+    plain = generate(ouro, None)
+    assert not said
+    ouro.generation_config.cdb_config = {"exit_treshold": 0.5}
+    assert torch.equal(generate(ouro, None), plain)
+    assert len(said) == 1
+    assert "'exit_treshold'" in said[0]
+
+
+def test_the_same_rule_keeps_its_saved_threshold(ouro):
+    expected = generate(ouro, {"exit_rule": "gate", "exit_threshold": 0.4})
+    assert not torch.equal(expected, generate(ouro, {"exit_rule": "never"}))
+    for saved in ({"exit_rule": "gate", "exit_threshold": 0.4}, {"exit_threshold": 0.4}):
+        ouro.generation_config.cdb_config = saved
+        for rule in ("gate", "auto"):
+            assert torch.equal(generate(ouro, {"exit_rule": rule}), expected)
+
+
+def test_an_assistant_with_saved_cdb_drafts_with_stock_generation(model, monkeypatch):
+    """Drafts change nothing of what the model says."""
+    said = []
+    monkeypatch.setattr(logging.get_logger("hf_cdb.generation"), "warning_once", said.append)
+    assistant = type(model)(model.config).to(model.dtype).eval()
+    assistant.load_state_dict(model.state_dict())
+    assistant.generation_config = copy.deepcopy(model.generation_config)
+    assistant.generation_config.cdb = EARLY
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": 999}
+    plain = model.generate(IDS[1:2], **options)
+    assert torch.equal(model.generate(IDS[1:2], assistant_model=assistant, **options), plain)
+    assert said
+    assert "generation_config.cdb=" in said[0]
+    model.generation_config.cdb = EARLY  # of which the assistant is given a copy
+    assert torch.equal(model.generate(IDS[1:2], cdb=False, assistant_model=assistant, **options), plain)
+
+
+def test_contradicting_keywords_are_named_with_what_was_given(ouro):
+    def call(cdb=True, **keywords):
+        return lambda: generate(ouro, cdb, **keywords)
+
+    refused(["exit_at_step=1", "2 loops", "max_depth=3"], call({"max_depth": 3}, exit_at_step=1))
+    refused(["exit_at_step=1", "exit_threshold=0.5", "Drop one"], call(exit_at_step=1, exit_threshold=0.5))
+    refused(["exit_at_step=1", "cdb's exit_threshold=0.5"], call({"exit_threshold": 0.5}, exit_at_step=1))
+    huginn = RANDOM["huginn"](eos_token_id=None, pad_token_id=0)
+    refused(
+        ["criterion='none'", "latent-diff", "'never' means full depth"],
+        lambda: generate(huginn, True, criterion="none"),
+    )
+    assert torch.equal(generate(huginn, True, criterion="never"), generate(huginn, {"exit_rule": "never"}))
+
+
+@pytest.mark.parametrize("saved", [5, ["exit_threshold"], "exit_threshold=0.5"])
+def test_saved_settings_that_are_none(ouro, saved):
+    ouro.generation_config.cdb_config = saved
+    refused(["generation_config.cdb_config=", repr(saved), "dict"], lambda: generate(ouro, True))

@@ -79,8 +79,8 @@ UNSEEN = {
 }
 
 REFUSED = {
-    "num_beams": ({"num_beams": 2}, ["beam_search", "greedy"]),
-    "use_mtp": ({"use_mtp": True}, ["assisted_generation", "greedy"]),
+    "num_beams": ({"num_beams": 2}, ["num_beams=2", "num_beams=1", "beam_search", "greedy"]),
+    "use_mtp": ({"use_mtp": True}, ["use_mtp=True", "assisted_generation", "greedy"]),
     "use_cache": ({"use_cache": False}, ["use_cache=False", "recomputed"]),
     "cache_implementation": ({"cache_implementation": "static"}, ["cache_implementation='static'", "cache of"]),
     "cache_config": ({"cache_config": {"nbits": 4}}, ["cache_config={'nbits': 4}", "cache of"]),
@@ -89,17 +89,20 @@ REFUSED = {
     "output_attentions": ({"output_attentions": True}, ["output_attentions=True", "weights"]),
     "output_hidden_states": ({"output_hidden_states": True}, ["output_hidden_states=True", "depths"]),
     "is_assistant": ({"is_assistant": True}, ["is_assistant=True"]),
-    "prompt_lookup_num_tokens": ({"prompt_lookup_num_tokens": 2}, ["assisted_generation"]),
-    "assistant_early_exit": ({"assistant_early_exit": 2}, ["assisted_generation"]),
+    "prompt_lookup_num_tokens": (
+        {"prompt_lookup_num_tokens": 2},
+        ["prompt_lookup_num_tokens=2", "assisted_generation"],
+    ),
+    "assistant_early_exit": ({"assistant_early_exit": 2}, ["assistant_early_exit=2", "assisted_generation"]),
     "compile_config": ({"compile_config": CompileConfig()}, ["compile_config", "compiled"]),
     "continuous_batching_config": (
         {"continuous_batching_config": ContinuousBatchingConfig()},
         ["continuous_batching_config", "max_num_seqs"],
     ),
-    "penalty_alpha": ({"penalty_alpha": 0.6, "top_k": 4}, ["contrastive_search", "greedy"]),
-    "dola_layers": ({"dola_layers": "low"}, ["dola_generation", "greedy"]),
-    "constraints": ({"constraints": [object()]}, ["constrained_beam_search", "greedy"]),
-    "force_words_ids": ({"force_words_ids": [[1]]}, ["constrained_beam_search", "greedy"]),
+    "penalty_alpha": ({"penalty_alpha": 0.6, "top_k": 4}, ["penalty_alpha=0.6", "contrastive_search", "greedy"]),
+    "dola_layers": ({"dola_layers": "low"}, ["dola_layers='low'", "dola_generation", "greedy"]),
+    "constraints": ({"constraints": [object()]}, ["constraints=[", "constrained_beam_search", "greedy"]),
+    "force_words_ids": ({"force_words_ids": [[1]]}, ["force_words_ids=[[1]]", "constrained_beam_search", "greedy"]),
     "prefill_chunk_size": ({"prefill_chunk_size": 4}, ["prefill_chunk_size=4", "cdb={'prefill_chunk_size'"]),
 }
 

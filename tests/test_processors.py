@@ -224,7 +224,7 @@ def test_a_prefix_that_allows_nothing_fails_its_row(ouro):
     def allowed(prompt, ids):
         return [] if prompt == 1 and len(ids) == 11 else [4, 5]
 
-    with pytest.raises(RowsFailedError, match=r"row 1.*empty list") as caught:
+    with pytest.raises(RowsFailedError, match=r"row 1.*allows no token for prompt 1 after 11 positions") as caught:
         generate(ouro, EARLY, prefix_allowed_tokens_fn=allowed)
     assert caught.value.output[[0, 2], 9:].unique().tolist() <= [4, 5]
     assert caught.value.output[1, 11:].tolist() == [0] * 5
@@ -419,3 +419,53 @@ def test_models_that_a_processor_leads_to_are_shared(form):
     ids = torch.tensor([[3, 4], [5, 6]])
     model.generate(ids, max_new_tokens=2, do_sample=False, cdb={"exit_rule": "never"}, logits_processor=[processor])
     assert seen == {id(model)}
+
+
+def test_a_processor_that_raises_for_a_late_row_only(model):
+    """The trial gives all rows together; what raises there for one row is that row's failure, not all rows'."""
+    ids, mask = left_pad(prompts(3, 4, 5, 6, 7, 8))
+    ids[ids == 49] = 48
+    ids[4, -1] = 49
+
+    def picky(ids, scores):
+        if (ids[:, 7] == 49).any():
+            raise KeyError("49")
+        return scores
+
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "cdb": EARLY}
+    whole = model.generate(ids, **options)
+    with pytest.raises(RowsFailedError) as caught:
+        model.generate(ids, logits_processor=[picky], **options)
+    assert list(caught.value.errors) == [4]
+    others = [0, 1, 2, 3, 5]
+    assert torch.equal(caught.value.output[others], whole[others])
+
+
+def test_negative_prompts_that_do_not_fit(ouro, engines):
+    ids, mask = left_pad(prompts(3, 9, 6))
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "guidance_scale": 2.0, "cdb": EARLY}
+    for shape in ((6, 4), (2, 4), (3, 0), (4,)):
+        negative = torch.ones(shape, dtype=torch.long)
+        with pytest.raises(ValueError, match=r"negative_prompt_ids has shape .* there are 3 prompts") as caught:
+            ouro.generate(ids, negative_prompt_ids=negative, **options)
+        assert str(shape) in str(caught.value)
+    for ids_of, mask_of in ((torch.ones(3, 4).long(), (3, 2)), (torch.ones(3, 4).long(), (1, 4)), (None, (3, 4))):
+        more = {"negative_prompt_ids": ids_of, "negative_prompt_attention_mask": torch.ones(mask_of).long()}
+        with pytest.raises(ValueError, match="negative_prompt_attention_mask has shape") as caught:
+            ouro.generate(ids, **more, **options)
+        assert str(mask_of) in str(caught.value)
+    embeds = ouro.get_input_embeddings()(ids).detach()
+    with pytest.raises(ValueError, match=r"guidance_scale without negative_prompt_ids .* inputs_embeds"):
+        ouro.generate(inputs_embeds=embeds, **options)
+    assert not engines
+
+
+def test_one_negative_prompt_for_all(model):
+    """The truth is stock's, given the line once for each row."""
+    ids, mask = left_pad(prompts(3, 9, 6))
+    negative = prompts(4, seed=2)[0][None]
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "guidance_scale": 2.0}
+    stock = model.generate(ids, negative_prompt_ids=negative.repeat(3, 1), cdb=False, **options)
+    never = {"exit_rule": "never"}
+    for lines in (negative, negative.repeat(3, 1)):
+        assert torch.equal(model.generate(ids, negative_prompt_ids=lines, cdb=never, **options), stock)

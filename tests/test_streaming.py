@@ -305,3 +305,29 @@ def test_streaming_pieces_of_a_sampled_batch(ouro):
     for row, token, _ in stream(ouro, settings, **options):
         rows[row].append(token)
     assert rows == output[:, 9:].tolist()
+
+
+def test_a_streamer_may_raise_stop_iteration(ouro, engines):
+    class Done(BaseStreamer):
+        def __init__(self):
+            self.tokens = 0
+
+        def put(self, value):
+            self.tokens += 1
+            if self.tokens == 3:
+                raise StopIteration("enough")
+
+        def end(self):
+            raise AssertionError("it is called again")
+
+    for cdb in (False, EARLY):
+        with pytest.raises(StopIteration, match="enough"):
+            ouro.generate(IDS[1:2], max_new_tokens=6, do_sample=False, cdb=cdb, streamer=Done())
+    assert len(engines[-1].scheduler) == engines[-1].cache.core_bytes == 0
+
+
+def test_the_iterator_beside_a_saved_default_that_is_off(ouro):
+    ouro.generation_config.cdb = False
+    with pytest.raises(ValueError, match=r"generation_config\.cdb=False: generate_stream"):
+        stream(ouro, None)
+    assert len(list(stream(ouro, True))) == len(list(stream(ouro, EARLY)))

@@ -1,7 +1,7 @@
 """Does cdb give the tokens that it should, and where it does not, how close was the decision?"""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,11 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from .adapters import adapter_for
 from .config import CDBConfig, saved_settings
 from .exits import ExitRule, Replay
+from .row_copies import Copier
 
 __all__ = ["Comparison", "Diagnosis", "Difference", "diagnose"]
+
+_STATEFUL = ("logits_processor", "stopping_criteria")  # lists of what a user may have written
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class Diagnosis:
 
 def diagnose(
     model: Any,
-    prompts: Sequence[str] | Sequence[torch.Tensor] | Sequence[Sequence[int]],
+    prompts: str | Sequence[str] | Sequence[torch.Tensor] | Sequence[Sequence[int]],
     tokenizer: Any = None,
     cdb: Any = True,
     max_new_tokens: int = 32,
@@ -136,14 +139,16 @@ def diagnose(
 
     Args:
         model: one whose `generate` takes `cdb`.
-        prompts: texts, or token ids of each.
+        prompts: texts, or token ids of each; a single text is one prompt.
         tokenizer: for texts.
         cdb: the settings to look at, as for `generate`.
         max_new_tokens: per prompt.
-        **kwargs: for all runs of `generate`.
+        **kwargs: for all runs of `generate`. Each run has copies of its own of `logits_processor` and
+            `stopping_criteria`, so that a state which they keep does not pass from one to the next.
 
     Raises:
-        ValueError: texts without a tokenizer, no prompts, sampling, or an exit rule that replays depths.
+        ValueError: texts without a tokenizer, no prompts, sampling, an exit rule that replays depths, or a processor
+            or criterion that cannot be copied.
     """
     if kwargs.get("do_sample"):
         raise ValueError("do_sample=True: diagnose compares greedy runs. Leave it out.")
@@ -163,8 +168,11 @@ def diagnose(
         "output_scores": True,
     }
 
+    copiers = {name: _copiers(name, kwargs.pop(name)) for name in _STATEFUL if kwargs.get(name) is not None}
+
     def run(cdb: CDBConfig | bool, rows: slice = slice(None), **more) -> GenerateDecoderOnlyOutput:
-        return model.generate(input_ids=ids[rows], attention_mask=mask[rows], cdb=cdb, **kwargs, **more)
+        fresh = {name: [copier() for copier in of_name] for name, of_name in copiers.items()}
+        return model.generate(input_ids=ids[rows], attention_mask=mask[rows], cdb=cdb, **kwargs, **fresh, **more)
 
     exits_off = None
     if settings.kv_policy == adapter.default_kv_policy == "last_exited":
@@ -233,10 +241,31 @@ class _Watched(ExitRule):
         return flags
 
 
+def _copiers(name: str, things: Iterable) -> list[Copier]:
+    """What makes the processors or criteria of each run."""
+    copiers = []
+    for thing in things:
+        try:
+            copiers.append(Copier(thing))
+        except Exception as error:
+            raise ValueError(
+                f"{name} {type(thing).__name__} cannot be copied ({error}), but each of the runs that are compared "
+                "needs one of its own, since it may keep a state. Give its class a __deepcopy__, or leave it out."
+            ) from error
+    return copiers
+
+
 def _padded(model: Any, prompts: Sequence, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and mask, int64 `[prompts, longest]`, padding on the left."""
     if len(prompts) == 0:
         raise ValueError(f"prompts={prompts!r}: give at least one.")
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if not isinstance(prompts[0], str) and torch.as_tensor(prompts[0]).ndim != 1:
+        raise ValueError(
+            f"prompts[0]={prompts[0]!r} is no prompt: pass a sequence of texts, or of token ids for each prompt, as in "
+            "[[3, 1, 4], [1, 5]]."
+        )
     if isinstance(prompts[0], str):
         if tokenizer is None:
             raise ValueError(f"prompts[0]={prompts[0]!r} is text, and there is no tokenizer. Pass one, or token ids.")

@@ -90,10 +90,14 @@ _ADDED = ("position_ids", "use_cache", "logits_to_keep", "tokenizer", "synced_gp
 def refuse(name: str, value: Any) -> None:
     """Raise the error for an argument that cdb does not support."""
     reason = f": {REFUSED[name]}" if name in REFUSED else ""
+    raise ValueError(
+        f"{name}={_short(value)} is not supported with cdb{reason}. Leave it out, or generate with cdb=False."
+    )
+
+
+def _short(value: Any) -> str:
     text = repr(value)
-    if len(text) > 80:
-        text = f"<{type(value).__name__}>"
-    raise ValueError(f"{name}={text} is not supported with cdb{reason}. Leave it out, or generate with cdb=False.")
+    return text if len(text) <= 80 else f"<{type(value).__name__}>"
 
 
 def refuse_early(kwargs: dict[str, Any]) -> None:
@@ -134,10 +138,10 @@ def _refuse_mode(generation_config: GenerationConfig, mode: GenerationMode) -> N
         asked.pop("penalty_alpha", None)  # without top_k, or beside another mode, nothing reads it
     off = ", ".join(f"{name}={_MODES[name]}" for name in asked)
     raise ValueError(
-        f"{' and '.join(f'{name}={value!r}' for name, value in asked.items())} asks for the decoding mode "
+        f"{' and '.join(f'{name}={_short(value)}' for name, value in asked.items())} asks for the decoding mode "
         f"{mode.value!r}, which is not supported with cdb: it moves rows between positions, or runs several tokens of "
-        f"one at once, which a depth cache does not follow. Leave it out, pass {off} "
-        "where generation_config holds it, or generate with cdb=False."
+        "one at once, which a depth cache does not follow. Use greedy search or sampling: leave it out, or pass "
+        f"{off} where generation_config holds it. Else generate with cdb=False."
     )
 
 

@@ -75,15 +75,23 @@ def compute_as_wrapped(adapter: LoopAdapter) -> None:
 
 def _check_adapter_names(model: nn.Module) -> None:
     """Refuse PEFT's `adapter_names`, which it hands to its layers by hooks for the time of a call."""
-    for module in model.modules():
-        for hook in module._forward_pre_hooks.values():
-            names = getattr(hook, "keywords", {}).get("adapter_names")
-            if names is not None and len(names) > 1:
-                raise ValueError(
-                    f"adapter_names={list(names)} is not supported with cdb: PEFT's layers count the rows that they "
-                    "are given, and a launch has its rows behind each other in one. Generate once for each adapter, "
-                    "after set_adapter, or with cdb=False."
-                )
+    found = [
+        (module, key, hook.keywords["adapter_names"])
+        for module in model.modules()
+        for key, hook in module._forward_pre_hooks.items()
+        if "adapter_names" in getattr(hook, "keywords", {})
+    ]
+    names = found[0][2] if found else []
+    if len(names) <= 1:
+        return
+    for module, key, _ in found:  # where a call raises PEFT leaves its hooks behind, for all calls to come
+        module._forward_pre_hooks.pop(key)
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+    raise ValueError(
+        f"adapter_names={list(names)} is not supported with cdb: PEFT's layers count the rows that they are given, and "
+        "a launch has its rows behind each other in one. Generate once for each adapter, after set_adapter, or with "
+        "cdb=False."
+    )
 
 
 def _check_whole_pass(module: nn.Module, official: Any) -> None:
@@ -96,9 +104,10 @@ def _check_whole_pass(module: nn.Module, official: Any) -> None:
         for hook in hooks.values():
             _refuse_whole_pass(module, f"a forward {kind}, {getattr(hook, '__qualname__', type(hook).__name__)}")
     for link in _around_forward(module):
-        name = getattr(link, "__qualname__", type(link).__name__)
         if _home(link) not in _HONOURED:
-            _refuse_whole_pass(module, f"its forward replaced by {name}")
+            code = getattr(getattr(link, "__func__", link), "__code__", None)  # __name__ may be that of what it wraps
+            name = type(link).__name__ if code is None else code.co_name
+            _refuse_whole_pass(module, f"its forward replaced by {name} of {_home(link)}")
         if _home(link) == "accelerate.hooks":
             for hook in _members(module._hf_hook):
                 if not type(hook).__module__.startswith("accelerate."):
@@ -123,10 +132,18 @@ def _refuse_whole_pass(module: nn.Module, has: str) -> None:
 
 def _around_forward(module: nn.Module) -> Iterator[Any]:
     """What stands around the forward of the module's class, the outermost first; last what replaces it, if so."""
-    link: Any = module.forward
-    while link is not None and getattr(link, "__func__", link) is not type(module).forward:
+    own = list(_unwrapped(type(module).forward))  # accelerate unwraps the decorators in the class as well
+    for link in _unwrapped(module.forward):
+        if getattr(link, "__func__", link) in own:
+            return
         yield link
-        link = getattr(link, "__wrapped__", None)
+
+
+def _unwrapped(function: Any) -> Iterator[Any]:
+    """The function, what it wraps, what that wraps, and so on."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
 
 
 def _home(link: Any) -> str:
