@@ -102,7 +102,8 @@ class RowStates:
         """Keep `values` `[tokens, width]` for the launches to come."""
         if batch.decoding:
             lines = values if not batch.prompts else values[batch.decoding_tokens]
-            self._table(name, max(batch.launch.places), lines).index_copy_(0, batch.places, lines)
+            table = self._table(name, max(batch.launch.places), lines)
+            table.index_copy_(0, batch.places, lines.to(table.dtype))
         for index in batch.prompts:
             row, first = batch.rows[index], batch.spans.first[index]
             part = values[first : first + batch.spans.lengths[index]]
