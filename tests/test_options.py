@@ -135,8 +135,9 @@ def generate(family, cdb, options, seed=5, **more):
     arguments = {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": 6, "do_sample": False, **options, **more}
     if "stop_strings" in arguments:
         arguments["tokenizer"] = letter_tokenizer()
+    model = model_of(family)  # making it draws from the generator
     torch.manual_seed(seed)
-    output = model_of(family).generate(**arguments, cdb=cdb)
+    output = model.generate(**arguments, cdb=cdb)
     return output if isinstance(output, dict) else {"sequences": output}
 
 

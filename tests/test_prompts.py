@@ -190,7 +190,6 @@ def test_transition_scores_of_rows_that_end_early(model, options):
     [
         ({"cdb_threshold": 0.5}, ["'cdb_threshold'", "cdb={'exit_threshold': ...}"]),
         ({"max_num_seqs": 4}, ["'max_num_seqs'", "cdb={'max_num_seqs': ...}"]),
-        ({"cdb_config": {"exit_threshold": 0.5}}, ["'cdb_config'", "cdb={...}", "exit_threshold"]),
         ({"max_new_token": 4}, ["'max_new_token'", "Did you mean 'max_new_tokens'"]),
         ({"repetition_penality": 1.2}, ["Did you mean 'repetition_penalty'"]),
         ({"attention_msk": MASK}, ["Did you mean 'attention_mask'"]),
