@@ -153,7 +153,7 @@ def diagnose(
     if kwargs.get("do_sample"):
         raise ValueError("do_sample=True: diagnose compares greedy runs. Leave it out.")
     adapter = adapter_for(model)
-    settings = CDBConfig.create(cdb, saved_settings(model.generation_config)).resolve(adapter)
+    settings = CDBConfig.create(cdb, saved_settings(model.generation_config, adapter), adapter).resolve(adapter)
     settings = dataclasses.replace(settings, seeds=None)  # nothing is drawn
     if isinstance(settings.exit_rule, Replay):
         raise ValueError("exit_rule='replay': given depths leave nothing to diagnose. Choose the rule that decides.")

@@ -49,9 +49,9 @@ class CDBHarnessModel(HFLM):
         given = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
         super().__init__(pretrained, **kwargs)
         enable_cdb(self.model)
-        saved = saved_settings(self.model.generation_config)
-        self.cdb_config = CDBConfig.create(given, CDBConfig.create(cdb, saved))
         self._adapter = adapter_for(self.model)
+        saved = saved_settings(self.model.generation_config, self._adapter)
+        self.cdb_config = CDBConfig.create(given, CDBConfig.create(cdb, saved, self._adapter), self._adapter)
         self._resolved = self.cdb_config.resolve(self._adapter)
         self.cdb_stats: list[CDBStats] = []
         self._ran: list[tuple[dict[str, Any], list[CDBStats]]] = []  # settings, and the counts of all calls with them
@@ -102,7 +102,7 @@ class CDBHarnessModel(HFLM):
         """What `cdb` in the `gen_kwargs` of a task comes to: a dict is merged into the settings of the model."""
         if cdb is None or cdb is True:
             return self.cdb_config
-        return False if cdb is False else CDBConfig.create(cdb, self.cdb_config)
+        return False if cdb is False else CDBConfig.create(cdb, self.cdb_config, self._adapter)
 
     def _loglikelihood_tokens(self, *args, **kwargs):
         if self._resolved.exit_rule.name != "never":

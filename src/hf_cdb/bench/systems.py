@@ -79,7 +79,8 @@ def cdb_settings(model: PreTrainedModel, workload: Workload, **asked: Any) -> di
     """
     asked = {name: value for name, value in asked.items() if value is not None}
     if workload.depths is None:
-        settings = CDBConfig.create(asked, saved_settings(model.generation_config)).changed()
+        adapter = adapter_for(model)
+        settings = CDBConfig.create(asked, saved_settings(model.generation_config, adapter), adapter).changed()
         decided = {"refill", "trace", "progress", "seeds", "max_num_seqs"} - asked.keys()
         return {name: value for name, value in settings.items() if name not in decided}
     rule = sorted(asked.keys() & {"exit_rule", "exit_threshold", "min_depth"})

@@ -161,7 +161,7 @@ def read_text(model: nn.Module, windows: Sequence[Window], cdb: Any, *, context:
     """
     adapter = adapter_for(model)
     saved = getattr(model.generation_config, "cdb_config", None)
-    engine = Engine(adapter, CDBConfig.create(cdb, saved).resolve(adapter))
+    engine = Engine(adapter, CDBConfig.create(cdb, saved, adapter).resolve(adapter))
     given = _Given(windows, context)
     requests = []
     for key, window in enumerate(windows):
