@@ -7,6 +7,7 @@ import weakref
 from types import SimpleNamespace
 
 import numpy
+import psutil
 import pytest
 import torch
 
@@ -290,6 +291,22 @@ def test_memory_of_the_policies():
     assert peaks["last_exited"] == 8 * 2 * 4 * 8 * 2 * 4
     assert peaks["shared"] * 4 == peaks["last_exited"]
     assert peaks["modular"] == peaks["first_then_shared"] == 2 * peaks["shared"]
+
+
+def test_memory_of_the_policies_in_the_process():
+    """What the policies hold is seen from outside, once it has been written."""
+    adapter = adapter_for(random_ouro(hidden_size=256, intermediate_size=64, num_hidden_layers=1))
+    grown = {}
+    for policy in ("shared", "last_exited"):
+        cache = DepthCache(adapter, KVPolicy.create(policy, 4))
+        before = psutil.Process().memory_info().rss
+        cache.reserve([2000] * 16)
+        for key in range(16):
+            cache.allocate(key, 2000)
+        cache._pools["core"].tensor.zero_()
+        grown[policy] = psutil.Process().memory_info().rss - before
+        assert grown[policy] == pytest.approx(cache.core_bytes, rel=0.1)
+    assert grown["last_exited"] == pytest.approx(4 * grown["shared"], rel=0.15)
 
 
 def test_budget_bounds_the_rows_in_flight():

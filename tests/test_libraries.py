@@ -224,12 +224,20 @@ def test_grad_mode_is_left_alone(model):
     assert torch.is_grad_enabled()
 
 
-def test_autocast(model):
-    """Keys and values come in the dtype of autocast; rows agree with rows alone but for its rounding."""
+@pytest.mark.parametrize("short", [1 << 20, 0, 700])
+@pytest.mark.parametrize(
+    "settings", [OFF, {**OFF, "max_num_seqs": 2}, {**OFF, "max_num_seqs": 2, "prefill_chunk_size": 2}]
+)
+def test_autocast(model, settings, short, monkeypatch):
+    """Keys and values come in the dtype of autocast; rows agree with stock but for its rounding.
+
+    Rows that decode beside prompts, and long ones beside short ones, are attended to in calls of their own.
+    """
+    monkeypatch.setattr("hf_cdb.cache.SHORT_BYTES", short)
     model.float()
     with torch.autocast("cpu", torch.bfloat16):
         stock = generate(model, False, max_new_tokens=4, return_dict_in_generate=True, output_logits=True)
-        ours = generate(model, OFF, max_new_tokens=4, return_dict_in_generate=True, output_logits=True)
+        ours = generate(model, settings, max_new_tokens=4, return_dict_in_generate=True, output_logits=True)
     for row in range(3):
         for step in range(4):
             left, right = stock.logits[step][row], ours.logits[step][row]

@@ -57,10 +57,13 @@ def test_products_are_those_of_the_plain_layer(rows, bias):
         lambda weight: weight.data[17].neg_(),
         lambda weight: weight.data[300].__setitem__(5, 1.0),
         lambda weight: setattr(weight, "data", torch.ones_like(weight)),
+        lambda weight: weight[7, 255].add_(1e-6),
+        lambda weight: weight[:, 256].copy_(torch.randn(512)),
     ],
 )
-def test_changed_weights_are_packed_anew(change, monkeypatch):
-    plain, x = layer(), torch.randn(4, 512)
+@pytest.mark.parametrize("columns", [512, 513])
+def test_changed_weights_are_packed_anew(change, columns, monkeypatch):
+    plain, x = layer(columns=columns), torch.randn(4, columns)
     packed = count_packed(monkeypatch)
     PrepackedWeights(plain)
     PrepackedWeights(plain)
@@ -72,12 +75,37 @@ def test_changed_weights_are_packed_anew(change, monkeypatch):
     assert len(packed) == 2
 
 
+def test_changed_weights_in_half_precision():
+    """Eight bits swallow small changes of a sum: those that PyTorch counts are noticed all the same."""
+    if torch.bfloat16 not in {one.weight.dtype for one in prepack._packable(layer().bfloat16())}:
+        pytest.skip("this processor does not multiply bfloat16")
+    plain, x = layer(bias=False).bfloat16(), torch.eye(512, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for column in (0, 255, 256, 511):
+            PrepackedWeights(plain)
+            plain.weight[3, column] += 0.001
+            with PrepackedWeights(plain):
+                assert torch.equal(plain(x), plain.weight.T)
+
+
+def test_another_dtype_is_packed_anew():
+    """Weights of zeros are equal in every dtype."""
+    plain = layer()
+    with torch.no_grad():
+        plain.weight.zero_()
+        PrepackedWeights(plain)
+        plain.bfloat16()
+        with PrepackedWeights(plain):
+            assert plain(torch.ones(1, 512, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
 def test_what_packing_leaves_alone():
     """Small layers, wide dtypes, layers that others have changed, and weights that are no plain tensors."""
-    hooked, patched, small = layer(), layer(), layer(64, 64)
+    hooked, before, patched, small = layer(), layer(), layer(), layer(64, 64)
     hooked.register_forward_hook(lambda *_: None)
+    before.register_forward_pre_hook(lambda *_: None)
     patched.forward = lambda x: x
-    model = nn.ModuleList([hooked, patched, small, layer().double(), nn.Embedding(512, 512)])
+    model = nn.ModuleList([hooked, before, patched, small, layer().double(), nn.Embedding(512, 512)])
     assert PrepackedWeights(model).layers == 0
     with pytest.raises(ValueError, match="prepack_weights=True: ModuleList has no plain linear layer"):
         PrepackedWeights(model, True)
@@ -87,8 +115,10 @@ def test_what_packing_leaves_alone():
 def test_copies_that_memory_does_not_hold_are_not_made(monkeypatch):
     free = type("Memory", (), {"available": 4 * 512 * 512 * 4 - 1})
     monkeypatch.setattr(prepack.psutil, "virtual_memory", lambda: free)
-    assert PrepackedWeights(layer()).layers == 0
-    assert PrepackedWeights(layer(), True).layers == 1
+    one = layer()
+    assert PrepackedWeights(one).layers == 0
+    assert PrepackedWeights(one, True).layers == 1
+    assert PrepackedWeights(one).layers == 1, "its copy is there already"
 
 
 def test_training_and_autocast_meanwhile_get_the_plain_layer():

@@ -471,3 +471,14 @@ def test_one_negative_prompt_for_all(model):
     never = {"exit_rule": "never"}
     for lines in (negative, negative.repeat(3, 1)):
         assert torch.equal(model.generate(ids, negative_prompt_ids=lines, cdb=never, **options), stock)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_scores_in_another_dtype(model, dtype):
+    """A processor may return them in any; the largest is stock's choice."""
+
+    def convert(ids, scores):
+        return scores.to(dtype)
+
+    options = {"logits_processor": [convert]}
+    assert torch.equal(generate(model, NEVER, **options), generate(model, False, **options))

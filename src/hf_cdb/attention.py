@@ -46,9 +46,9 @@ def depth_attention(
     places = depth_cache.places
     if not places.single and len(places.packs) == 1:
         return _attend_pack(places.packs[0], query, depth_cache, scaling, sliding_window, dropout)[None], None
-    output = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
+    parts: list[tuple[torch.Tensor | slice, torch.Tensor]] = []
     for pack in places.packs:
-        output[pack.tokens] = _attend_pack(pack, query, depth_cache, scaling, sliding_window, dropout)
+        parts.append((pack.tokens, _attend_pack(pack, query, depth_cache, scaling, sliding_window, dropout)))
     for index in places.single:
         spans = depth_cache.bound
         token, length = int(spans.first[index]), int(spans.lengths[index])
@@ -56,7 +56,11 @@ def depth_attention(
         whole = spans.start[index] == 0
         read = [x.narrow(2, token, length) for x in (key, value)] if whole else depth_cache.views(index)
         own = _attend_span(query.narrow(2, token, length), *read, scaling, sliding_window, dropout)
-        output[token : token + length] = own[0].transpose(0, 1)
+        parts.append((slice(token, token + length), own[0].transpose(0, 1)))
+    # Under autocast what comes out is of another dtype than the queries.
+    output = parts[0][1].new_empty(query.shape[2], query.shape[1], query.shape[3])
+    for tokens, part in parts:
+        output[tokens] = part
     return output[None], None
 
 

@@ -20,7 +20,8 @@ LEAST_ELEMENTS = 1 << 17
 
 
 class _Packed(NamedTuple):
-    probed: torch.Tensor  # the weights times a fixed vector: tells whether they have changed since
+    seen: tuple  # what told the weights from others: dtype, address, and the count of changes that PyTorch keeps
+    probed: torch.Tensor  # the weights times a vector of signs: changes through `.data` are not counted
     weight: torch.Tensor
 
 
@@ -38,8 +39,9 @@ def is_plain(layer: nn.Module) -> bool:
 class PrepackedWeights:
     """Context manager: while it is open, the linear layers of `model` multiply with prepacked weights.
 
-    Packs what has not been packed before or has changed since: a layer's weights are read once to tell. Results
-    differ from those of the plain layers by rounding alone. Layers of fewer than 131,072 weights stay as they are.
+    Packs what has not been packed before or has changed since: a layer's weights are read once to tell. What changes
+    while it is in use is not seen. Results differ from those of the plain layers by rounding alone. Layers of fewer
+    than 131,072 weights stay as they are.
 
     Args:
         model: the model.
@@ -101,10 +103,12 @@ def _packable(model: nn.Module) -> Iterator[nn.Linear]:
 def _packed(layer: nn.Linear) -> "_Multiply":
     """What the layer does, with its weights packed."""
     weight = layer.weight.detach()
-    probe = torch.linspace(-1.0, 1.0, weight.shape[1], dtype=weight.dtype)
-    probed, packed = weight @ probe, _PACKED.get(layer)
-    if packed is None or not torch.equal(packed.probed, probed):
-        packed = _Packed(probed, _reorder(weight))
+    version = None if layer.weight.is_inference() else layer.weight._version
+    seen = (weight.dtype, weight.data_ptr(), version)
+    signs = torch.randint(2, (weight.shape[1],), generator=torch.Generator().manual_seed(0)) * 2 - 1
+    probed, packed = weight @ signs.to(weight.dtype), _PACKED.get(layer)
+    if packed is None or packed.seen != seen or not torch.equal(packed.probed, probed):
+        packed = _Packed(seen, probed, _reorder(weight))
         _PACKED[layer] = packed
     return _Multiply(layer, packed.weight)
 
