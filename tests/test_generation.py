@@ -570,3 +570,26 @@ def test_contradicting_keywords_are_named_with_what_was_given(ouro):
 def test_saved_settings_that_are_none(ouro, saved):
     ouro.generation_config.cdb_config = saved
     refused(["generation_config.cdb_config=", repr(saved), "dict"], lambda: generate(ouro, True))
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_token_limits_of_the_rows(model, copies):
+    """A row with a limit of its own has the first tokens of the row without; then comes padding."""
+    options = {"max_new_tokens": 7, "num_return_sequences": copies, "do_sample": True, "return_dict_in_generate": True}
+    settings = {**EARLY, "seeds": [4, 5, 6], "max_num_seqs": 2}
+    free = generate(model, settings, **options)
+    bound = generate(model, {**settings, "token_limits": [3, 9, 1]}, **options)
+    assert bound.sequences.shape == free.sequences.shape
+    for row, limit in enumerate(limit for limit in (3, 7, 1) for _ in range(copies)):
+        end = IDS.shape[1] + limit
+        assert torch.equal(bound.sequences[row, :end], free.sequences[row, :end])
+        assert (bound.sequences[row, end:] == 0).all()
+        assert torch.equal(bound.exit_depths[row, :limit], free.exit_depths[row, :limit])
+        assert (bound.exit_depths[row, limit:] == 0).all()
+        assert bound.row_stats[row].tokens == limit
+
+
+def test_token_limits_that_do_not_fit(model):
+    refused(["token_limits has 2 entries", "3 prompts"], lambda: generate(model, {**EARLY, "token_limits": [3, 4]}))
+    for wrong in ([3, 0, 1], 5, [2.5, 1, 1]):
+        refused(["token_limits=", "one positive integer per prompt"], lambda: CDBConfig(token_limits=wrong))  # noqa: B023

@@ -44,6 +44,8 @@ class CDBConfig:
             free memory (a float up to 1). Gaps that ended requests leave in the pool come on top.
         exit_depths: for `replay`, a depth per row and new token; the first of every row is R.
         seeds: for sampling, a seed per prompt, which alone decides the row's noise.
+        token_limits: new tokens at most, for every prompt, beside the limit of the call; a row that reaches its own
+            ends as any other does.
         prepack_weights: on the CPU, keep a copy of the weights in the order that multiplies fastest: True, False, or
             "auto": where the processor gains by it and a quarter of the free memory holds the copy.
         trace: record every launch in `stats.trace`, with the queues and times; `stats.save_trace` writes a file.
@@ -67,6 +69,7 @@ class CDBConfig:
     max_kv_memory: int | float | None = None
     exit_depths: Any = None
     seeds: Sequence[int] | None = None
+    token_limits: Sequence[int] | None = None
     prepack_weights: bool | str = "auto"
     trace: bool = False
     progress: bool = False
@@ -108,6 +111,11 @@ class CDBConfig:
             if not isinstance(seeds, list | tuple) or not all(_is_integer(seed) for seed in seeds):
                 raise ValueError(f"seeds={self.seeds!r}: choose one integer per prompt.")
             object.__setattr__(self, "seeds", tuple(int(seed) for seed in seeds))
+        if self.token_limits is not None:
+            limits = _plain(self.token_limits)
+            if not isinstance(limits, list | tuple) or not all(_is_integer(limit) and limit > 0 for limit in limits):
+                raise ValueError(f"token_limits={self.token_limits!r}: choose one positive integer per prompt.")
+            object.__setattr__(self, "token_limits", tuple(int(limit) for limit in limits))
 
     def _take_integer(self, name: str) -> None:
         value = getattr(self, name)

@@ -154,7 +154,8 @@ def diagnose(
         raise ValueError("do_sample=True: diagnose compares greedy runs. Leave it out.")
     adapter = adapter_for(model)
     settings = CDBConfig.create(cdb, saved_settings(model.generation_config, adapter), adapter).resolve(adapter)
-    settings = dataclasses.replace(settings, seeds=None)  # nothing is drawn
+    # Nothing is drawn, and all rows are compared over the same tokens.
+    settings = dataclasses.replace(settings, seeds=None, token_limits=None)
     if isinstance(settings.exit_rule, Replay):
         raise ValueError("exit_rule='replay': given depths leave nothing to diagnose. Choose the rule that decides.")
     ids, mask = _padded(model, prompts, tokenizer)

@@ -40,7 +40,8 @@ def make_requests(
     if config.seeds is not None and not generation_config.do_sample:
         logger.warning_once("seeds has no effect: nothing is drawn with do_sample=False.")
     mask = _checked_mask(model_kwargs.get("attention_mask"), input_ids if embeds is None else embeds)
-    _check_per_row(config, rows, copies, stops.max_new_tokens)
+    limits = _token_limits(config, rows, copies, stops.max_new_tokens)
+    _check_per_row(config, rows, copies, limits)
     requests = []
     for row in range(rows):
         keep = slice(None) if mask is None else mask[row]
@@ -59,7 +60,7 @@ def make_requests(
                 seed=seed,
                 prompt_ids=prompt,
                 prompt_embeds=prompt_embeds,
-                max_new_tokens=stops.max_new_tokens,
+                max_new_tokens=limits[row],
                 sampler=sampler,
                 stop=stops.row_ends,
                 start_options=_start_options(model_kwargs, row, rows),
@@ -82,15 +83,27 @@ def _checked_mask(mask: torch.Tensor | None, prompts: torch.Tensor) -> torch.Ten
     return mask.bool()
 
 
-def _check_per_row(config: CDBConfig, rows: int, copies: int, max_new_tokens: int) -> None:
+def _token_limits(config: CDBConfig, rows: int, copies: int, max_new_tokens: int) -> list[int]:
+    """New tokens of every row at most; the return sequences of a prompt share its limit."""
+    if config.token_limits is None:
+        return [max_new_tokens] * rows
+    if len(config.token_limits) != rows // copies:
+        raise ValueError(
+            f"token_limits has {len(config.token_limits)} entries, but there are {rows // copies} prompts. Give one "
+            "for each."
+        )
+    return [min(max_new_tokens, config.token_limits[row // copies]) for row in range(rows)]
+
+
+def _check_per_row(config: CDBConfig, rows: int, copies: int, limits: list[int]) -> None:
     prompts = rows // copies
     if config.seeds is not None and len(config.seeds) != prompts:
         raise ValueError(f"seeds has {len(config.seeds)} entries, but there are {prompts} prompts. Give one for each.")
     if isinstance(config.exit_rule, Replay):
-        _check_replay(config, rows, copies, max_new_tokens)
+        _check_replay(config, rows, copies, limits)
 
 
-def _check_replay(config: CDBConfig, rows: int, copies: int, max_new_tokens: int) -> None:
+def _check_replay(config: CDBConfig, rows: int, copies: int, limits: list[int]) -> None:
     """Refuse depths that do not fit the call; the return sequences of a prompt share them."""
     rule, prompts = config.exit_rule, rows // copies
     if len(rule.depths) != prompts:
@@ -101,10 +114,10 @@ def _check_replay(config: CDBConfig, rows: int, copies: int, max_new_tokens: int
     rule.copies = copies
     least = max(config.min_depth, 2 if config.lookahead and config.max_depth > 1 else 1)
     for row, depths in enumerate(rule.depths):
-        if len(depths) < max_new_tokens:
+        if len(depths) < limits[row * copies]:
             raise ValueError(
-                f"exit_depths row {row} has {len(depths)} depths, but up to {max_new_tokens} tokens may come. Give a "
-                "depth for each."
+                f"exit_depths row {row} has {len(depths)} depths, but up to {limits[row * copies]} tokens may come. "
+                "Give a depth for each."
             )
         if depths[0] != config.max_depth:
             raise ValueError(

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from .precision import at_least_float32
 from .noise import Noise
+from .precision import at_least_float32
 from .processors import SCORES_ONLY
 from .request import Request
 from .row_copies import PerRow
