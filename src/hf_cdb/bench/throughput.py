@@ -209,11 +209,16 @@ def _draw(axes: Any, rows: list[dict[str, Any]]) -> None:
     medians = [spread.median for spread in spreads]
     ranges = [[m - min(s.values), max(s.values) - m] for m, s in zip(medians, spreads, strict=True)]
     axes.bar(names, medians, yerr=list(zip(*ranges, strict=True)), capsize=4, label="measured")
-    for index, row in enumerate(rows):
-        bound = row.get("prefill_adjusted_bound")
-        if bound is not None:
-            label = "prefill-adjusted bound" if index == len(rows) - 1 else None
-            axes.hlines(bound.median, index - 0.4, index + 0.4, colors="black", linestyles="dashed", label=label)
+    bounds = [
+        (index, row["prefill_adjusted_bound"])
+        for index, row in enumerate(rows)
+        if row.get("prefill_adjusted_bound") is not None
+    ]
+    if bounds:
+        places = [index for index, _ in bounds]
+        heights = [bound.median for _, bound in bounds]
+        left, right = [place - 0.4 for place in places], [place + 0.4 for place in places]
+        axes.hlines(heights, left, right, colors="black", linestyles="dashed", label="prefill-adjusted bound")
     axes.set_ylabel("speed-up over the engine at full depth")
     axes.tick_params(axis="x", rotation=20)
     axes.margins(y=0.2)
