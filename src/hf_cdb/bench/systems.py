@@ -83,7 +83,7 @@ def cdb_settings(model: PreTrainedModel, workload: Workload, **asked: Any) -> di
         settings = CDBConfig.create(asked, saved_settings(model.generation_config, adapter), adapter).changed()
         decided = {"refill", "trace", "progress", "seeds", "max_num_seqs"} - asked.keys()
         return {name: value for name, value in settings.items() if name not in decided}
-    rule = sorted(asked.keys() & {"exit_rule", "exit_threshold", "min_depth"})
+    rule = sorted(asked.keys() & {"exit_rule", "exit_threshold", "min_depth", "max_depth"})
     if rule:
         raise ValueError(
             f"{rule[0]}={asked[rule[0]]!r} has no meaning for depths that are replayed. Pass --mix live to let the "
