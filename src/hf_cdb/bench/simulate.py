@@ -134,6 +134,11 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         )
     if arguments.mix == LIVE:
         raise ValueError(f"mix={LIVE!r}: a simulation runs no model whose rule could decide. Name a mix, or --trace.")
+    if arguments.late_signal and 1 not in arguments.lookahead:
+        raise ValueError(
+            f"--late-signal with lookahead={arguments.lookahead}: without lookahead no signal comes late. Add "
+            "--lookahead 1, or leave it out."
+        )
     if arguments.check and 1 in arguments.lookahead:
         raise ValueError(
             "lookahead=1 beside --check: a real run replays the depths, which lookahead does not shift. Leave one out."
@@ -193,12 +198,19 @@ def _measure(
 ) -> tuple[list[Trace], dict[System, list[Served]]]:
     """Time runs to fit costs to, and with `--check` the systems themselves, in turn.
 
-    The runs for the fit serve other requests, drawn with another seed: nothing is predicted from itself.
+    The runs for the fit serve other requests, drawn with another seed: nothing is predicted from itself. Where one W
+    is asked for they also run at half of it, at 2 beside 1: rows in lockstep make launches of one width, and no line.
+
+    Raises:
+        ValueError: requests from a file that are too few to make launches of two widths.
     """
     traces: list[Trace] = []
     served: dict[System, list[Served]] = {}
     other = copy.copy(arguments)
-    other.seed, other.requests = arguments.seed + 1, 4 * max(arguments.width)
+    widths = sorted(set(arguments.width))
+    if len(widths) == 1:
+        widths = [1, 2] if widths == [1] else [widths[0] // 2, *widths]
+    other.seed, other.requests = arguments.seed + 1, 4 * max(widths)
     drawn = make_workload(
         other,
         other.requests,
@@ -206,10 +218,15 @@ def _measure(
         adapter.vocab_size,
         load_tokenizer(arguments.model) if arguments.data is not None else None,
     )
+    if calibrate and len(drawn) < 2:
+        raise ValueError(
+            f"{len(drawn)} request in the file, and launches of one row give no costs of wider ones. Give a file of "
+            "more, or a cost table by --costs (`hf-cdb bench step --save-costs FILE` writes one)."
+        )
     at_once = [0.0] * len(drawn)
     serve_arrivals(adapter, systems[-1].settings, drawn, at_once)  # to warm up
     for _ in range(arguments.turns):
-        for width, refill in product(sorted(set(arguments.width)) if calibrate else (), (True, False)):
+        for width, refill in product(widths if calibrate else (), (True, False)):
             settings = Settings(width, refill=refill, prefill_chunk_size=arguments.chunk)
             traces.append(serve_arrivals(adapter, settings, drawn, at_once, True, arguments.processor_time)[1])
         for system in systems if arguments.check else ():
