@@ -71,7 +71,11 @@ def _free(mix: str, full_depth: int) -> dict[int, float]:
     wrong = [depth for depth in shares if not 1 <= depth <= full_depth]
     if wrong:
         raise ValueError(f"mix={mix!r} names depth {wrong[0]}, but the model has loops 1 to {full_depth}.")
-    if min(shares.values()) < 0 or abs(sum(shares.values()) - 1) > 1e-6:
+    negative = [depth for depth, share in shares.items() if not share >= 0]
+    if negative:
+        depth = negative[0]
+        raise ValueError(f"mix={mix!r}: the share of depth {depth} is {shares[depth]:g}. Give shares of at least 0.")
+    if abs(sum(shares.values()) - 1) > 1e-6:
         raise ValueError(f"mix={mix!r}: the shares add up to {sum(shares.values()):g}. Give shares that add up to 1.")
     return shares
 
