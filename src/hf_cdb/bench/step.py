@@ -7,9 +7,10 @@ copies into deeper slots is therefore not part of the coda.
 
 Three figures sum up the loop at the shortest context:
 
-* the **floor**, seconds of a launch of one row, most of which reads the weights;
+* the **floor**, seconds of a launch of the smallest width; of one row, the default, most of it reads the weights;
 * the **slope**, seconds that a row adds between the two largest widths;
-* the **saturation width**, floor / slope: from there on rows cost more than weights, and wider launches gain little.
+* the **saturation width**, floor / slope: from there on rows cost more than weights, and wider launches gain little;
+  a floor of many rows has their slope in it, and this figure is too large then.
 
 The **attention share** is the part of a launch inside the attention function, which packs what it reads; storing new
 keys and values is not part of it.
@@ -287,15 +288,21 @@ def _print(
     print(markdown_table(columns, rows))
     saturation = summary["saturation_width"]
     print(
-        f"\nAt context {summary['context']}: floor {summary['floor_seconds'] * 1e3:.2f} ms "
-        f"({summary['weight_bytes_per_second'] / 1e9:.1f} GB/s of weights), slope "
-        f"{summary['slope_seconds'] * 1e6:.0f} us a row, saturation width "
+        f"\nAt context {summary['context']}: floor, a launch of {_rows(summary['floor_width'])}, "
+        f"{summary['floor_seconds'] * 1e3:.2f} ms ({summary['weight_bytes_per_second'] / 1e9:.1f} GB/s of weights), "
+        f"slope {summary['slope_seconds'] * 1e6:.0f} us a row, saturation width "
         f"{'beyond what was measured' if saturation is None else f'{saturation:.0f}'}. "
         f"A position of context costs {summary['context_seconds'] * 1e9:.1f} ns."
     )
+    if summary["floor_width"] > 1:
+        print("The saturation width is that floor / slope; add --width 1 for the floor of one row.")
     left_out = len(widths) * len(contexts) - len(cells)
     if left_out:
         print(f"{left_out} cell(s) left out: their keys and values need more than --memory {arguments.memory} GiB.")
+
+
+def _rows(width: int) -> str:
+    return "1 row" if width == 1 else f"{width} rows"
 
 
 def _draw(axes: Any, cells: list[Cell], contexts: list[int]) -> None:
