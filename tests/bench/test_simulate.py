@@ -220,6 +220,24 @@ def test_launches_that_return_early_are_not_timed(capsys):
     assert "device='cuda': launches are timed on the CPU only" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--mix", "bimodel"], "Did you mean bimodal"),
+        (["--new", "0"], "length '0'"),
+        (["--lengths", "missing.json"], "No such file or directory: 'missing.json'"),
+        (["--costs", "missing.json", "--check"], "No such file or directory: 'missing.json'"),
+    ],
+)
+def test_what_needs_no_model_is_refused_before_it(arguments, words, capsys, monkeypatch):
+    def load(*arguments):
+        raise AssertionError("the arguments could have been refused before")
+
+    monkeypatch.setattr("hf_cdb.bench.simulate.load_model", load)
+    assert main(["bench", "simulate", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_costs_from_a_trace(tmp_path, capsys):
     workload = random_workload()
     _, trace = serve_arrivals(adapter_for(ToyModel()), Settings(4), workload, [0.0] * len(workload), trace=True)
@@ -240,6 +258,8 @@ def test_costs_from_a_trace(tmp_path, capsys):
         (["--minutes", "3"], "minutes=3.0 goes with --rate"),
         (["--processor-time", "--threads", "2"], "--processor-time with threads=2 on cpu"),
         (["--mix", "live"], "runs no model whose rule could decide"),
+        (["--mix", "1:-1,2:2"], "the share of depth 1 is -1"),
+        (["--trace", "missing.json"], "No such file or directory: 'missing.json'"),
         (["--late-signal"], "--late-signal with lookahead=[0]: without lookahead no signal comes late"),
         (["--check", "--lookahead", "1"], "lookahead=1 beside --check"),
         (["--fit", "run.jsonl"], "--costs and --fit both"),

@@ -109,6 +109,7 @@ def test_the_floor_names_its_width(capsys):
         (["--width", "4"], "width=4 alone gives no slope"),
         (["--width", "0", "4"], "width=0"),
         (["--turns", "0"], "turns=0"),
+        (["--memory", "0"], "memory=0.0: choose more than 0"),
         (["--memory", "0.00001"], "holds fewer than two widths of context 128"),
     ],
 )

@@ -114,6 +114,10 @@ def test_other_settings_are_compared_in_the_same_turns(tmp_path, capsys):
     )
 
 
+def _no_model(*arguments):
+    raise AssertionError("the arguments could have been refused before")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -123,11 +127,20 @@ def test_other_settings_are_compared_in_the_same_turns(tmp_path, capsys):
         (["--also", "exit_threshold=0.5"], "Pass --mix live"),
         (["--width", "0"], "width=0"),
         (["--turns", "0"], "turns=0"),
+        (["--also", "kv_policy=nonsense"], "kv_policy='nonsense' is unknown"),
+        (["--also", "max_depth=2"], "max_depth=2 has no meaning for depths that are replayed"),
+        (["--min-coda-batch", "0"], "min_coda_batch=0"),
+        (["--mix", "bimodel"], "Did you mean bimodal"),
+        (["--mix", "1:-1,2:2"], "the share of depth 1 is -1"),
+        (["--trace", "missing.json"], "No such file or directory: 'missing.json'"),
+        (["--data", "missing.json"], "No such file or directory: 'missing.json'"),
+        (["--prompt", "x"], "length 'x'"),
         (["--plot", "a.jpg"], "ends in .png"),
         (["--exit-rule", "gate"], "Pass --mix live"),
         (["--record", "a.json", "--systems", "stock"], "Add it to --systems"),
     ],
 )
-def test_errors_are_one_line(words, message, capsys):
+def test_errors_are_one_line_and_come_before_the_model(words, message, capsys, monkeypatch):
+    monkeypatch.setattr("hf_cdb.bench.throughput.load_model", _no_model)
     assert main(["bench", "throughput", "--model", "tiny-ouro", *words]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]

@@ -168,7 +168,7 @@ def run(arguments: argparse.Namespace) -> dict:
         own = [entry for entry in medians if entry["stage"] == stage]
         widths = [entry["rows"] for entry in own]
         if len(set(widths)) < 2:
-            seen = f"launches of {widths[0]:g} rows only" if widths else "no launch"
+            seen = f"launches of width {widths[0]:g} only" if widths else "no launch"
             raise ValueError(
                 f"launches={arguments.launches}: with rows={arguments.rows} the {stage} had {seen}, and a line needs "
                 "two widths. Raise --launches, or take --rows that are further apart."

@@ -21,7 +21,7 @@ from .report import Report, add_output_arguments, add_run_arguments, check_plot,
 from .served import PERCENTILES, Served
 from .serving import draw_arrivals, serve_arrivals, with_depths
 from .simulation import Settings, simulate
-from .workloads import LIVE, Workload, add_workload_arguments, make_workload
+from .workloads import LIVE, Workload, add_workload_arguments, check_workload, make_workload
 
 __all__ = ["System", "add_arguments", "run"]
 
@@ -134,6 +134,7 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         )
     if arguments.mix == LIVE:
         raise ValueError(f"mix={LIVE!r}: a simulation runs no model whose rule could decide. Name a mix, or --trace.")
+    check_workload(arguments)
     if arguments.late_signal and 1 not in arguments.lookahead:
         raise ValueError(
             f"--late-signal with lookahead={arguments.lookahead}: without lookahead no signal comes late. Add "

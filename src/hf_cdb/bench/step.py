@@ -105,6 +105,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for name, values in (("width", widths), ("context", contexts), ("turns", [arguments.turns])):
         if values[0] < 1:
             raise ValueError(f"{name}={values[0]}: choose at least 1.")
+    if not arguments.memory > 0:
+        raise ValueError(f"memory={arguments.memory}: choose more than 0 GiB.")
     if len(widths) < 2:
         raise ValueError(f"width={widths[0]} alone gives no slope. Choose at least two widths.")
     check_plot(arguments.plot)
