@@ -25,14 +25,14 @@ from typing import Any
 
 import numpy
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..adapters import adapter_for
-from ..attention import DEPTH_ATTENTION, depth_attention
 from ..config import CDBConfig
 from ..engine import Engine
 from ..places import Spans
 from ..trace import TracedLaunch
+from .attention_clock import AttentionClock
 from .costs import CostTable
 from .models import add_model_arguments, load_model
 from .report import Report, add_output_arguments, add_run_arguments, check_plot, markdown_table, save_plot, set_threads
@@ -158,7 +158,7 @@ def measure_cell(model: PreTrainedModel, cell: Cell, seed: int = 0) -> None:
     requests = greedy_requests([[1]] * cell.width, [cell.context + 4] * cell.width)
     for request in requests:
         engine.add_request(request)
-    with _AttentionClock() as clock:
+    with AttentionClock() as clock:
         _run_token(engine, clock)  # the prompt's, of one position: now every row has its place in the cache
         _fill(engine, cell, seed)
         for request in requests:
@@ -171,7 +171,7 @@ def measure_cell(model: PreTrainedModel, cell: Cell, seed: int = 0) -> None:
     engine.close()
 
 
-def _run_token(engine: Engine, clock: "_AttentionClock") -> list[tuple[str, float, float]]:
+def _run_token(engine: Engine, clock: AttentionClock) -> list[tuple[str, float, float]]:
     """Run launches up to the next coda; of each its stage, its seconds, and those inside the attention function."""
     found: list[tuple[str, float, float]] = []
     while not found or found[-1][0] != "coda":
@@ -204,31 +204,6 @@ def _fill(engine: Engine, cell: Cell, seed: int) -> None:
             part = new[:, :, : end - start]
             for layer_idx in range(adapter.prelude_layers + adapter.core_layers + adapter.coda_layers):
                 engine.cache.update(part, part, layer_idx)
-
-
-class _AttentionClock:
-    """Context manager that times the attention function of the engine.
-
-    Attributes:
-        seconds: inside it since this was set to 0.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __enter__(self) -> "_AttentionClock":
-        AttentionInterface.register(DEPTH_ATTENTION, self._timed)
-        return self
-
-    def __exit__(self, *error) -> None:
-        AttentionInterface.register(DEPTH_ATTENTION, depth_attention)
-
-    def _timed(self, *args, **kwargs):
-        begin = time.perf_counter()
-        try:
-            return depth_attention(*args, **kwargs)
-        finally:
-            self.seconds += time.perf_counter() - begin
 
 
 def summarise(cells: list[Cell], core_bytes: int, costs: CostTable) -> dict[str, float]:
