@@ -197,6 +197,10 @@ def test_the_picture(tmp_path):
     [
         (["--rows", "4"], "rows=[4]: choose two different"),
         (["--launches", "0"], "launches=0: choose at least 1"),
+        (
+            ["--rows", "2", "4", "--depth", "2", "--launches", "1"],
+            "launches=1: with rows=[2, 4] the prelude had launches",
+        ),
         (["--depth", "1"], "depth=1: at depth 1 no rule is asked"),
         (["--threads", "0"], "threads=0"),
         (["--plot", "figure.pdf"], "ends in .png"),

@@ -199,9 +199,43 @@ def test_the_command_on_this_machine(tmp_path, capsys):
     assert CostTable.load(costs).about["model"] == "tiny-ouro"
 
 
+@pytest.mark.parametrize("width", [1, 4])
+def test_one_width_is_enough_to_fit(width, tmp_path):
+    """Rows in lockstep: at this W alone every launch of the coda would have as many rows."""
+    sizes = ["--model", "tiny-ouro", "--width", str(width), "--prompt", "2", "--new", "3", "--mix", "full"]
+    path = tmp_path / "costs.json"
+    assert main(["bench", "simulate", *sizes, "--requests", "4", "--turns", "1", "--save-costs", str(path)]) == 0
+    assert list(CostTable.load(path).coda.widths) == {1: [1, 2], 4: [2, 4]}[width]
+
+
+def test_one_request_of_a_file_gives_no_costs(tmp_path, capsys):
+    path = tmp_path / "lengths.json"
+    path.write_text("[[2, 3]]")
+    assert main(["bench", "simulate", "--model", "tiny-ouro", "--width", "1", "--lengths", str(path)]) == 2
+    assert "1 request in the file" in capsys.readouterr().err
+
+
 def test_launches_that_return_early_are_not_timed(capsys):
     assert main(["bench", "simulate", "--device", "cuda"]) == 2
     assert "device='cuda': launches are timed on the CPU only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--mix", "bimodel"], "Did you mean bimodal"),
+        (["--new", "0"], "length '0'"),
+        (["--lengths", "missing.json"], "No such file or directory: 'missing.json'"),
+        (["--costs", "missing.json", "--check"], "No such file or directory: 'missing.json'"),
+    ],
+)
+def test_what_needs_no_model_is_refused_before_it(arguments, words, capsys, monkeypatch):
+    def load(*arguments):
+        raise AssertionError("the arguments could have been refused before")
+
+    monkeypatch.setattr("hf_cdb.bench.simulate.load_model", load)
+    assert main(["bench", "simulate", *arguments]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_costs_from_a_trace(tmp_path, capsys):
@@ -224,6 +258,9 @@ def test_costs_from_a_trace(tmp_path, capsys):
         (["--minutes", "3"], "minutes=3.0 goes with --rate"),
         (["--processor-time", "--threads", "2"], "--processor-time with threads=2 on cpu"),
         (["--mix", "live"], "runs no model whose rule could decide"),
+        (["--mix", "1:-1,2:2"], "the share of depth 1 is -1"),
+        (["--trace", "missing.json"], "No such file or directory: 'missing.json'"),
+        (["--late-signal"], "--late-signal with lookahead=[0]: without lookahead no signal comes late"),
         (["--check", "--lookahead", "1"], "lookahead=1 beside --check"),
         (["--fit", "run.jsonl"], "--costs and --fit both"),
         (["--check", "--model", "tiny-huginn"], "the cost table is of 4 loops, but tiny-huginn has"),

@@ -85,6 +85,8 @@ def test_the_command(tmp_path, capsys):
     assert main(["bench", "step", "--model", "tiny-ouro", *small, *files]) == 0
     printed = capsys.readouterr().out
     assert "| rows | 4 | 20000 | prelude | coda |" in printed
+    assert "At context 4: floor, a launch of 1 row, " in printed
+    assert "add --width 1" not in printed
     assert "1 cell(s) left out: their keys and values need more than --memory 0.05 GiB." in printed
     content = json.loads((tmp_path / "json").read_text())
     assert [(cell["width"], cell["context"]) for cell in content["cells"]] == [(1, 4), (4, 4), (1, 20000)]
@@ -93,12 +95,21 @@ def test_the_command(tmp_path, capsys):
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
+def test_the_floor_names_its_width(capsys):
+    small = ["--width", "4", "2", "--context", "4", "--turns", "1"]
+    assert main(["bench", "step", "--model", "tiny-ouro", *small]) == 0
+    printed = capsys.readouterr().out
+    assert "floor, a launch of 2 rows, " in printed
+    assert "add --width 1 for the floor of one row" in printed
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--width", "4"], "width=4 alone gives no slope"),
         (["--width", "0", "4"], "width=0"),
         (["--turns", "0"], "turns=0"),
+        (["--memory", "0"], "memory=0.0: choose more than 0"),
         (["--memory", "0.00001"], "holds fewer than two widths of context 128"),
     ],
 )

@@ -90,5 +90,7 @@ def test_settings_that_contradict_the_depths():
     replayed = Workload(PROMPTS, NEW, [[4] + [1] * (new - 1) for new in NEW])
     with pytest.raises(ValueError, match=r"exit_rule='gate' has no meaning.*Pass --mix live"):
         cdb_settings(model, replayed, exit_rule="gate")
+    with pytest.raises(ValueError, match=r"max_depth=2 has no meaning.*Pass --mix live"):
+        cdb_settings(model, replayed, max_depth=2)
     with pytest.raises(ValueError, match="lookahead=1: a token runs at least 2 loops"):
         cdb_settings(model, replayed, lookahead=1)

@@ -20,8 +20,9 @@ def test_the_prefill_adjusted_bound():
     assert prefill_adjusted_bound(1.6, 1.0, 0.1) == 1
 
 
-def engine_run(seconds, depth, launches):
-    stats = CDBStats(full_depth=2, max_num_seqs=1, once=100, per_loop=100, trace=trace(*launches, in_flight=1))
+def engine_run(seconds, depth, launches, width=1, full_depth=2):
+    traced = trace(*launches, in_flight=width)
+    stats = CDBStats(full_depth=full_depth, max_num_seqs=width, once=100, per_loop=100, trace=traced)
     stats.depths.update([2, depth])
     return Run(seconds, [[5, 6]], [[2, depth]], stats)
 
@@ -48,6 +49,21 @@ def test_shares_by_hand():
     assert row["tokens_as_full_depth"] == 1
     assert row["steady_speedup"] is None  # too few requests
     assert "decode_share" not in compare("full", runs, Workload([[1]], [2], None))
+
+
+@pytest.mark.parametrize(("width", "full_depth"), [(2, 2), (1, 1)])
+def test_no_shares_beside_a_reference_of_another_width_or_full_depth(width, full_depth):
+    """A launch of two rows that takes as long as one of one row would look like a gain of depth."""
+    launches = [("prelude", (0,), 1.0), ("loop", (0,), 4.0), ("loop", (0,), 4.0), ("coda", (0,), 1.0)] * 2
+    full, other = engine_run(20.0, 2, launches), engine_run(10.0, 2, launches, width, full_depth)
+    workload = Workload([[1]], [2], [[2, 2]])
+    row = compare("a=1", {"full": [full], "a=1": [other]}, workload)
+    assert row["speedup"].values == (2.0,)
+    assert row["decode_speedup"].values == (1.0,)
+    assert row["decode_share"] is row["end_to_end_share"] is row["prefill_adjusted_bound"] is None
+    row = compare("a=1", {"full": [full], "a=1": [engine_run(10.0, 2, launches)]}, workload)
+    assert row["decode_share"].values == (1.0,)
+    assert None not in (row["end_to_end_share"], row["prefill_adjusted_bound"])
 
 
 SHORT = ["--width", "2", "--requests", "4", "--prompt", "2-3", "--new", "3-4", "--turns", "1"]
@@ -90,10 +106,16 @@ def test_other_settings_are_compared_in_the_same_turns(tmp_path, capsys):
     assert shared["system"] == "cdb, refill, kv_policy=shared"
     assert shared["kv_bytes"] * 4 == refill["kv_bytes"]  # a slot in place of one for each loop
     assert max(int(rows) for rows in wide["stats"]["widths"]["loop"]) == 4
+    assert wide["decode_share"] is wide["end_to_end_share"] is wide["prefill_adjusted_bound"] is None
+    assert wide["speedup"]["median"] > 0 < shared["decode_share"]["median"]
     assert max(int(rows) for rows in refill["stats"]["widths"]["loop"]) == 2
     assert shared["speedup_over_refill"]["median"] == pytest.approx(
         refill["seconds"]["median"] / shared["seconds"]["median"]
     )
+
+
+def _no_model(*arguments):
+    raise AssertionError("the arguments could have been refused before")
 
 
 @pytest.mark.parametrize(
@@ -105,11 +127,20 @@ def test_other_settings_are_compared_in_the_same_turns(tmp_path, capsys):
         (["--also", "exit_threshold=0.5"], "Pass --mix live"),
         (["--width", "0"], "width=0"),
         (["--turns", "0"], "turns=0"),
+        (["--also", "kv_policy=nonsense"], "kv_policy='nonsense' is unknown"),
+        (["--also", "max_depth=2"], "max_depth=2 has no meaning for depths that are replayed"),
+        (["--min-coda-batch", "0"], "min_coda_batch=0"),
+        (["--mix", "bimodel"], "Did you mean bimodal"),
+        (["--mix", "1:-1,2:2"], "the share of depth 1 is -1"),
+        (["--trace", "missing.json"], "No such file or directory: 'missing.json'"),
+        (["--data", "missing.json"], "No such file or directory: 'missing.json'"),
+        (["--prompt", "x"], "length 'x'"),
         (["--plot", "a.jpg"], "ends in .png"),
         (["--exit-rule", "gate"], "Pass --mix live"),
         (["--record", "a.json", "--systems", "stock"], "Add it to --systems"),
     ],
 )
-def test_errors_are_one_line(words, message, capsys):
+def test_errors_are_one_line_and_come_before_the_model(words, message, capsys, monkeypatch):
+    monkeypatch.setattr("hf_cdb.bench.throughput.load_model", _no_model)
     assert main(["bench", "throughput", "--model", "tiny-ouro", *words]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]

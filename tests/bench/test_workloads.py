@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from hf_cdb.bench.conversations import read_conversations
 from hf_cdb.bench.lengths import draw_lengths, read_lengths
-from hf_cdb.bench.mixes import default_mix, depth_shares, draw_depths
+from hf_cdb.bench.mixes import MIXES, check_mix, default_mix, depth_shares, draw_depths
 from hf_cdb.bench.models import load_tokenizer
 from hf_cdb.bench.workloads import Workload, add_workload_arguments, make_workload
 
@@ -60,7 +60,8 @@ class TestMixes:
             ("bimodel", "Did you mean bimodal"),
             ("1:.5,5:.5", "depth 5, but the model has loops 1 to 4"),
             ("1:.5,2:.4", "add up to 0.9"),
-            ("1:1.5,2:-.5", "add up to 1"),
+            ("1:1.5,2:-.5", r"the share of depth 2 is -0\.5. Give shares of at least 0"),
+            ("1:nan,2:1", "the share of depth 1 is nan"),
             ("poisson-lognormal:1", "between 1 and 4"),
             ("poisson-lognormal:x", "between 1 and 4"),
         ],
@@ -68,6 +69,23 @@ class TestMixes:
     def test_refusals(self, mix, words):
         with pytest.raises(ValueError, match=words):
             depth_shares(mix, 4)
+
+    @pytest.mark.parametrize("mix", [*MIXES, "poisson-lognormal:40", "1:.5,50:.5"])
+    def test_what_some_model_could_follow(self, mix):
+        check_mix(mix)
+
+    @pytest.mark.parametrize(
+        ("mix", "words"),
+        [
+            ("full:4", "is no mix of depths"),
+            ("0:1", "depth 0, but the model has loops from 1 on"),
+            ("1:.5,50:.4", "add up to 0.9"),
+            ("poisson-lognormal:1", "between 1 and full depth"),
+        ],
+    )
+    def test_what_none_could(self, mix, words):
+        with pytest.raises(ValueError, match=words):
+            check_mix(mix)
 
     def test_drawn_depths_begin_at_full_depth_and_follow_the_shares(self):
         rows = draw_depths({1: 0.75, 2: 0.25}, [1, 4001], 4, rng())
@@ -230,6 +248,7 @@ class TestWorkloads:
             (["--lengths", "a", "--trace", "b"], "--lengths and --trace both"),
             (["--trace", "b", "--mix", "full"], "mix='full' beside --trace"),
             (["--requests", "0"], "requests=0"),
+            (["--longest", "0"], "longest=0"),
         ],
     )
     def test_contradictions(self, words, message):

@@ -7,6 +7,8 @@ Two measures, which are never mixed:
 * **end-to-end share**: speed-up over our own full depth in seconds of the whole run, over the prefill-adjusted bound
   (arXiv 2608.09444): `1 / (P + (1 - P) w)` with `w = (1 / s - f) / (1 - f)`, where P is the share of prefill in the
   time of the full-depth run, f the share of first tokens and s the FLOP bound.
+
+A system with another W or full depth than the full-depth run has ratios, but neither share and no bound of a whole run.
 """
 
 from typing import Any
@@ -28,6 +30,8 @@ FIGURES = (
     "end_to_end_share",
     "steady_speedup",
 )
+# Of one W and one full depth: a launch costs by its width, so at another W they would compare widths and not depths.
+SHARES = ("decode_share", "prefill_adjusted_bound", "end_to_end_share")
 
 
 def compare(name: str, runs: dict[str, list[Run]], workload: Workload) -> dict[str, Any]:
@@ -57,6 +61,9 @@ def compare(name: str, runs: dict[str, list[Run]], workload: Workload) -> dict[s
     if name != "full":
         pairs = [_against_full(mine, theirs) for mine, theirs in zip(own, full, strict=True)]
         row |= {figure: Spread.of(pair[figure] for pair in pairs) for figure in FIGURES}
+        reference = full[-1].stats
+        if (stats.max_num_seqs, stats.full_depth) != (reference.max_num_seqs, reference.full_depth):
+            row |= dict.fromkeys(SHARES)
     return row
 
 

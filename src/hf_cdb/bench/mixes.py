@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy
 
-__all__ = ["MIXES", "default_mix", "depth_shares", "draw_depths"]
+__all__ = ["MIXES", "check_mix", "default_mix", "depth_shares", "draw_depths"]
 
 # Of arXiv 2608.09444, by quarters of the full depth: 1 is R / 4 rounded up, 4 is R.
 QUARTERS = {
@@ -23,6 +23,19 @@ def default_mix(full_depth: int) -> str:
     return "shallow-heavy" if full_depth <= 8 else "poisson-lognormal:6"
 
 
+def check_mix(mix: str) -> None:
+    """Refuse what is a mix for no model, whose full depth is not known yet.
+
+    Raises:
+        ValueError: as `depth_shares`, but for depths beyond the last loop.
+    """
+    name, _, rest = mix.partition(":")
+    if name == "poisson-lognormal":
+        _mean_depth(mix, rest)
+    elif mix not in MIXES:
+        _free(mix)
+
+
 def depth_shares(mix: str, full_depth: int) -> dict[int, float]:
     """Shares by depth; they add up to 1.
 
@@ -37,7 +50,7 @@ def depth_shares(mix: str, full_depth: int) -> dict[int, float]:
         full_depth: R.
 
     Raises:
-        ValueError: no such mix, a depth out of range, or shares that do not add up to 1.
+        ValueError: no such mix, a depth out of range, a negative share, or shares that do not add up to 1.
     """
     name, _, rest = mix.partition(":")
     if name == "poisson-lognormal":
@@ -58,7 +71,7 @@ def depth_shares(mix: str, full_depth: int) -> dict[int, float]:
     return _free(mix, full_depth)
 
 
-def _free(mix: str, full_depth: int) -> dict[int, float]:
+def _free(mix: str, full_depth: int | None = None) -> dict[int, float]:
     try:
         shares = {int(depth): float(share) for depth, share in (pair.split(":") for pair in mix.split(","))}
     except ValueError:
@@ -68,21 +81,32 @@ def _free(mix: str, full_depth: int) -> dict[int, float]:
             f"mix={mix!r} is no mix of depths.{hint} Name one of {', '.join(MIXES)}, or give depths and shares, such "
             "as 1:.4,2:.3,4:.3."
         ) from None
-    wrong = [depth for depth in shares if not 1 <= depth <= full_depth]
+    wrong = [depth for depth in shares if depth < 1 or (full_depth is not None and depth > full_depth)]
     if wrong:
-        raise ValueError(f"mix={mix!r} names depth {wrong[0]}, but the model has loops 1 to {full_depth}.")
-    if min(shares.values()) < 0 or abs(sum(shares.values()) - 1) > 1e-6:
+        loops = "from 1 on" if full_depth is None else f"1 to {full_depth}"
+        raise ValueError(f"mix={mix!r} names depth {wrong[0]}, but the model has loops {loops}.")
+    negative = [depth for depth, share in shares.items() if not share >= 0]
+    if negative:
+        depth = negative[0]
+        raise ValueError(f"mix={mix!r}: the share of depth {depth} is {shares[depth]:g}. Give shares of at least 0.")
+    if abs(sum(shares.values()) - 1) > 1e-6:
         raise ValueError(f"mix={mix!r}: the shares add up to {sum(shares.values()):g}. Give shares that add up to 1.")
     return shares
 
 
-def _poisson_lognormal(mix: str, mean_text: str, full_depth: int) -> dict[int, float]:
+def _mean_depth(mix: str, text: str, full_depth: int | None = None) -> float:
     try:
-        mean = float(mean_text or 6)
+        mean = float(text or 6)
     except ValueError:
         mean = 0.0
-    if not 1 < mean < full_depth:
-        raise ValueError(f"mix={mix!r}: give a mean depth between 1 and {full_depth}, as in poisson-lognormal:6.")
+    if not 1 < mean < (math.inf if full_depth is None else full_depth):
+        most = "full depth" if full_depth is None else full_depth
+        raise ValueError(f"mix={mix!r}: give a mean depth between 1 and {most}, as in poisson-lognormal:6.")
+    return mean
+
+
+def _poisson_lognormal(mix: str, mean_text: str, full_depth: int) -> dict[int, float]:
+    mean = _mean_depth(mix, mean_text, full_depth)
     # The expectation over the rate by Gauss-Hermite quadrature; a lognormal of mean m has log-mean log m - sigma^2 / 2.
     nodes, weights = numpy.polynomial.hermite_e.hermegauss(48)
     rates = numpy.exp(math.log(mean - 1) - SIGMA**2 / 2 + SIGMA * nodes)

@@ -150,7 +150,7 @@ def run(arguments: argparse.Namespace) -> dict:
     """Measure every width, print medians, fits and the split, write what was asked for.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument out of its range, or launches too few or too alike for a fit.
     """
     for name in ("launches", "prompt", "hidden"):
         if getattr(arguments, name) < 1:
@@ -166,6 +166,13 @@ def run(arguments: argparse.Namespace) -> dict:
     fits = {}
     for stage in STAGES:
         own = [entry for entry in medians if entry["stage"] == stage]
+        widths = [entry["rows"] for entry in own]
+        if len(set(widths)) < 2:
+            seen = f"launches of width {widths[0]:g} only" if widths else "no launch"
+            raise ValueError(
+                f"launches={arguments.launches}: with rows={arguments.rows} the {stage} had {seen}, and a line needs "
+                "two widths. Raise --launches, or take --rows that are further apart."
+            )
         fits[stage] = fit_line([entry["rows"] for entry in own], [entry["us"] for entry in own])
         for before, after in pairwise(own):
             after["slope"] = (after["us"] - before["us"]) / (after["rows"] - before["rows"])
@@ -190,6 +197,8 @@ def _medians(rows: int, entries: list[dict]) -> list[dict]:
     found = []
     for stage in STAGES:
         own = groups[stage]
+        if not own:  # few launches of the loop need not have any of the others between them
+            continue
         parts = {name: 1e6 * statistics.median(entry[name] for entry in own) for name in PARTS}
         us = 1e6 * statistics.median(entry["seconds"] for entry in own)
         width = statistics.median(entry["rows"] for entry in own)

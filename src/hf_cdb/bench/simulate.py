@@ -10,18 +10,18 @@ import dataclasses
 import statistics
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from ..adapters import LoopAdapter, adapter_for
 from ..trace import Trace
 from .costs import CostTable
-from .models import add_model_arguments, load_model, load_tokenizer
-from .report import Report, add_output_arguments, add_run_arguments, check_plot, markdown_table, save_plot, set_threads
+from .models import load_model, load_tokenizer
+from .report import Report, markdown_table, save_plot, set_threads
 from .served import PERCENTILES, Served
 from .serving import draw_arrivals, serve_arrivals, with_depths
+from .simulate_arguments import add_simulate_arguments, check_simulate_arguments
 from .simulation import Settings, simulate
-from .workloads import LIVE, Workload, add_workload_arguments, make_workload
+from .workloads import Workload, make_workload
 
 __all__ = ["System", "add_arguments", "run"]
 
@@ -31,31 +31,7 @@ _CHECKED = {"tokens_per_second": 1.0, "ttft": 1e3, "normalised_latency": 1e3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    parser.add_argument("--costs", type=Path, metavar="FILE", help="a cost table in place of measuring the model")
-    parser.add_argument("--fit", type=Path, nargs="+", metavar="TRACE", help="fit the costs to traces of runs instead")
-    parser.add_argument("--save-costs", type=Path, metavar="FILE", help="write the cost table")
-    parser.add_argument("--width", type=int, nargs="+", default=[16], help="rows in flight, W (default 16)")
-    parser.add_argument("--coda", type=int, nargs="+", default=[1], help="values of min_coda_batch (default 1)")
-    parser.add_argument("--lookahead", type=int, nargs="+", choices=(0, 1), default=[0], help="values (default 0)")
-    parser.add_argument(
-        "--late-signal",
-        action="store_true",
-        help="with lookahead the signal is one of the loop that ran, so that every token runs a loop too many",
-    )
-    parser.add_argument("--chunk", type=int, help="positions of a prompt per launch at most")
-    parser.add_argument("--rate", type=float, help="requests a second, Poisson (default: all come at once)")
-    parser.add_argument("--minutes", type=float, help="of such traffic, in place of --requests")
-    parser.add_argument("--check", action="store_true", help="also serve the workload for real")
-    parser.add_argument(
-        "--processor-time",
-        action="store_true",
-        help="time runs by the clock of the thread, in which other processes do not show (one thread, on the CPU)",
-    )
-    parser.add_argument("--turns", type=int, default=3, help="runs of each that are timed (default %(default)s)")
-    add_workload_arguments(parser)
-    add_run_arguments(parser)
-    add_output_arguments(parser)
+    add_simulate_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -74,8 +50,7 @@ def run(arguments: argparse.Namespace) -> dict:
         ValueError: arguments out of their range, or that contradict each other.
         FileNotFoundError: a file that is not there.
     """
-    _check_arguments(arguments)
-    check_plot(arguments.plot)
+    check_simulate_arguments(arguments)
     set_threads(arguments.threads)
     given = _given_costs(arguments)
     measured = arguments.check or given is None
@@ -104,40 +79,6 @@ def run(arguments: argparse.Namespace) -> dict:
     report.write(arguments.json)
     save_plot(arguments.plot, lambda _, axes: _draw(axes, rows), panels=2)
     return report.content
-
-
-def _check_arguments(arguments: argparse.Namespace) -> None:
-    for name in ("width", "coda"):
-        if min(getattr(arguments, name)) < 1:
-            raise ValueError(f"{name}={getattr(arguments, name)}: choose at least 1.")
-    if arguments.turns < 1:
-        raise ValueError(f"turns={arguments.turns}: choose at least 1.")
-    if arguments.chunk is not None and arguments.chunk < 1:
-        raise ValueError(f"chunk={arguments.chunk}: choose at least 1.")
-    for name in ("rate", "minutes"):
-        value = getattr(arguments, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"{name}={value}: choose a positive number.")
-    if arguments.minutes is not None and (arguments.rate is None or arguments.requests is not None):
-        raise ValueError(f"minutes={arguments.minutes} goes with --rate and without --requests.")
-    if arguments.costs is not None and arguments.fit is not None:
-        raise ValueError("--costs and --fit both say what launches cost. Give one of them.")
-    if arguments.costs is None and arguments.fit is None and arguments.device != "cpu":
-        raise ValueError(
-            f"device={arguments.device!r}: launches are timed on the CPU only, where they end when they return. Write "
-            "a cost table by `hf-cdb bench step --save-costs FILE` there, and give it by --costs."
-        )
-    if arguments.processor_time and (arguments.threads != 1 or arguments.device != "cpu"):
-        raise ValueError(
-            f"--processor-time with threads={arguments.threads} on {arguments.device}: the clock of a thread does not "
-            "see the others and no device. Use --threads 1 on the CPU, or leave it out."
-        )
-    if arguments.mix == LIVE:
-        raise ValueError(f"mix={LIVE!r}: a simulation runs no model whose rule could decide. Name a mix, or --trace.")
-    if arguments.check and 1 in arguments.lookahead:
-        raise ValueError(
-            "lookahead=1 beside --check: a real run replays the depths, which lookahead does not shift. Leave one out."
-        )
 
 
 def _given_costs(arguments: argparse.Namespace) -> CostTable | None:
@@ -193,12 +134,19 @@ def _measure(
 ) -> tuple[list[Trace], dict[System, list[Served]]]:
     """Time runs to fit costs to, and with `--check` the systems themselves, in turn.
 
-    The runs for the fit serve other requests, drawn with another seed: nothing is predicted from itself.
+    The runs for the fit serve other requests, drawn with another seed: nothing is predicted from itself. Where one W
+    is asked for they also run at half of it, at 2 beside 1: rows in lockstep make launches of one width, and no line.
+
+    Raises:
+        ValueError: requests from a file that are too few to make launches of two widths.
     """
     traces: list[Trace] = []
     served: dict[System, list[Served]] = {}
     other = copy.copy(arguments)
-    other.seed, other.requests = arguments.seed + 1, 4 * max(arguments.width)
+    widths = sorted(set(arguments.width))
+    if len(widths) == 1:
+        widths = [1, 2] if widths == [1] else [widths[0] // 2, *widths]
+    other.seed, other.requests = arguments.seed + 1, 4 * max(widths)
     drawn = make_workload(
         other,
         other.requests,
@@ -206,10 +154,15 @@ def _measure(
         adapter.vocab_size,
         load_tokenizer(arguments.model) if arguments.data is not None else None,
     )
+    if calibrate and len(drawn) < 2:
+        raise ValueError(
+            f"{len(drawn)} request in the file, and launches of one row give no costs of wider ones. Give a file of "
+            "more, or a cost table by --costs (`hf-cdb bench step --save-costs FILE` writes one)."
+        )
     at_once = [0.0] * len(drawn)
     serve_arrivals(adapter, systems[-1].settings, drawn, at_once)  # to warm up
     for _ in range(arguments.turns):
-        for width, refill in product(sorted(set(arguments.width)) if calibrate else (), (True, False)):
+        for width, refill in product(widths if calibrate else (), (True, False)):
             settings = Settings(width, refill=refill, prefill_chunk_size=arguments.chunk)
             traces.append(serve_arrivals(adapter, settings, drawn, at_once, True, arguments.processor_time)[1])
         for system in systems if arguments.check else ():

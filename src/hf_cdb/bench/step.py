@@ -7,9 +7,10 @@ copies into deeper slots is therefore not part of the coda.
 
 Three figures sum up the loop at the shortest context:
 
-* the **floor**, seconds of a launch of one row, most of which reads the weights;
+* the **floor**, seconds of a launch of the smallest width; of one row, the default, most of it reads the weights;
 * the **slope**, seconds that a row adds between the two largest widths;
-* the **saturation width**, floor / slope: from there on rows cost more than weights, and wider launches gain little.
+* the **saturation width**, floor / slope: from there on rows cost more than weights, and wider launches gain little;
+  a floor of many rows has their slope in it, and this figure is too large then.
 
 The **attention share** is the part of a launch inside the attention function, which packs what it reads; storing new
 keys and values is not part of it.
@@ -24,14 +25,14 @@ from typing import Any
 
 import numpy
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..adapters import adapter_for
-from ..attention import DEPTH_ATTENTION, depth_attention
 from ..config import CDBConfig
 from ..engine import Engine
 from ..places import Spans
 from ..trace import TracedLaunch
+from .attention_clock import AttentionClock
 from .costs import CostTable
 from .models import add_model_arguments, load_model
 from .report import Report, add_output_arguments, add_run_arguments, check_plot, markdown_table, save_plot, set_threads
@@ -104,6 +105,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for name, values in (("width", widths), ("context", contexts), ("turns", [arguments.turns])):
         if values[0] < 1:
             raise ValueError(f"{name}={values[0]}: choose at least 1.")
+    if not arguments.memory > 0:
+        raise ValueError(f"memory={arguments.memory}: choose more than 0 GiB.")
     if len(widths) < 2:
         raise ValueError(f"width={widths[0]} alone gives no slope. Choose at least two widths.")
     check_plot(arguments.plot)
@@ -155,7 +158,7 @@ def measure_cell(model: PreTrainedModel, cell: Cell, seed: int = 0) -> None:
     requests = greedy_requests([[1]] * cell.width, [cell.context + 4] * cell.width)
     for request in requests:
         engine.add_request(request)
-    with _AttentionClock() as clock:
+    with AttentionClock() as clock:
         _run_token(engine, clock)  # the prompt's, of one position: now every row has its place in the cache
         _fill(engine, cell, seed)
         for request in requests:
@@ -168,7 +171,7 @@ def measure_cell(model: PreTrainedModel, cell: Cell, seed: int = 0) -> None:
     engine.close()
 
 
-def _run_token(engine: Engine, clock: "_AttentionClock") -> list[tuple[str, float, float]]:
+def _run_token(engine: Engine, clock: AttentionClock) -> list[tuple[str, float, float]]:
     """Run launches up to the next coda; of each its stage, its seconds, and those inside the attention function."""
     found: list[tuple[str, float, float]] = []
     while not found or found[-1][0] != "coda":
@@ -201,31 +204,6 @@ def _fill(engine: Engine, cell: Cell, seed: int) -> None:
             part = new[:, :, : end - start]
             for layer_idx in range(adapter.prelude_layers + adapter.core_layers + adapter.coda_layers):
                 engine.cache.update(part, part, layer_idx)
-
-
-class _AttentionClock:
-    """Context manager that times the attention function of the engine.
-
-    Attributes:
-        seconds: inside it since this was set to 0.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __enter__(self) -> "_AttentionClock":
-        AttentionInterface.register(DEPTH_ATTENTION, self._timed)
-        return self
-
-    def __exit__(self, *error) -> None:
-        AttentionInterface.register(DEPTH_ATTENTION, depth_attention)
-
-    def _timed(self, *args, **kwargs):
-        begin = time.perf_counter()
-        try:
-            return depth_attention(*args, **kwargs)
-        finally:
-            self.seconds += time.perf_counter() - begin
 
 
 def summarise(cells: list[Cell], core_bytes: int, costs: CostTable) -> dict[str, float]:
@@ -287,15 +265,21 @@ def _print(
     print(markdown_table(columns, rows))
     saturation = summary["saturation_width"]
     print(
-        f"\nAt context {summary['context']}: floor {summary['floor_seconds'] * 1e3:.2f} ms "
-        f"({summary['weight_bytes_per_second'] / 1e9:.1f} GB/s of weights), slope "
-        f"{summary['slope_seconds'] * 1e6:.0f} us a row, saturation width "
+        f"\nAt context {summary['context']}: floor, a launch of {_rows(summary['floor_width'])}, "
+        f"{summary['floor_seconds'] * 1e3:.2f} ms ({summary['weight_bytes_per_second'] / 1e9:.1f} GB/s of weights), "
+        f"slope {summary['slope_seconds'] * 1e6:.0f} us a row, saturation width "
         f"{'beyond what was measured' if saturation is None else f'{saturation:.0f}'}. "
         f"A position of context costs {summary['context_seconds'] * 1e9:.1f} ns."
     )
+    if summary["floor_width"] > 1:
+        print("The saturation width is that floor / slope; add --width 1 for the floor of one row.")
     left_out = len(widths) * len(contexts) - len(cells)
     if left_out:
         print(f"{left_out} cell(s) left out: their keys and values need more than --memory {arguments.memory} GiB.")
+
+
+def _rows(width: int) -> str:
+    return "1 row" if width == 1 else f"{width} rows"
 
 
 def _draw(axes: Any, cells: list[Cell], contexts: list[int]) -> None:

@@ -18,7 +18,7 @@ from .models import plain_generation
 from .paged import generate_paged
 from .workloads import Workload
 
-__all__ = ["SYSTEMS", "Run", "cdb_settings", "greedy_requests", "serve", "serve_engine"]
+__all__ = ["SYSTEMS", "Run", "cdb_settings", "check_settings", "greedy_requests", "serve", "serve_engine"]
 
 # Name -> what it is called in tables.
 SYSTEMS = {
@@ -78,23 +78,36 @@ def cdb_settings(model: PreTrainedModel, workload: Workload, **asked: Any) -> di
         ValueError: settings of an exit rule beside depths to replay, or a lookahead that these depths cannot have.
     """
     asked = {name: value for name, value in asked.items() if value is not None}
+    check_settings(asked, replayed=workload.depths is not None)
     if workload.depths is None:
         adapter = adapter_for(model)
         settings = CDBConfig.create(asked, saved_settings(model.generation_config, adapter), adapter).changed()
         decided = {"refill", "trace", "progress", "seeds", "max_num_seqs"} - asked.keys()
         return {name: value for name, value in settings.items() if name not in decided}
-    rule = sorted(asked.keys() & {"exit_rule", "exit_threshold", "min_depth"})
-    if rule:
-        raise ValueError(
-            f"{rule[0]}={asked[rule[0]]!r} has no meaning for depths that are replayed. Pass --mix live to let the "
-            "model's own rule decide, or leave it out."
-        )
     if asked.get("lookahead") and min(map(min, workload.depths)) < 2:
         raise ValueError(
             "lookahead=1: a token runs at least 2 loops then, but the workload has depths of 1. Choose a mix without "
             "depth 1, such as --mix 2:.7,3:.2,4:.1, or --mix live."
         )
     return {**asked, "exit_rule": "replay", "exit_depths": workload.depths}
+
+
+def check_settings(asked: dict[str, Any], replayed: bool) -> None:
+    """Refuse settings of cdb that no model could follow, before one is made.
+
+    Args:
+        asked: what the benchmark was asked for, without the saved settings.
+        replayed: whether the workload has depths.
+
+    Raises:
+        ValueError: settings of an exit rule beside depths to replay.
+    """
+    rule = sorted(asked.keys() & {"exit_rule", "exit_threshold", "min_depth", "max_depth"})
+    if replayed and rule:
+        raise ValueError(
+            f"{rule[0]}={asked[rule[0]]!r} has no meaning for depths that are replayed. Pass --mix live to let the "
+            "model's own rule decide, or leave it out."
+        )
 
 
 def greedy_requests(prompts: Sequence[Sequence[int]], new_tokens: Sequence[int]) -> list[Request]:

@@ -26,8 +26,8 @@ from .report import (
     save_plot,
     set_threads,
 )
-from .systems import SYSTEMS, Run, cdb_settings, serve
-from .workloads import Workload, add_workload_arguments, make_workload
+from .systems import SYSTEMS, Run, cdb_settings, check_settings, serve
+from .workloads import LIVE, Workload, add_workload_arguments, check_workload, make_workload
 
 __all__ = ["add_arguments", "run"]
 
@@ -97,8 +97,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     adapter = adapter_for(model)
     tokenizer = None if arguments.data is None else load_tokenizer(arguments.model)
     workload = make_workload(arguments, 8 * arguments.width, adapter.full_depth, adapter.vocab_size, tokenizer)
-    names = ("kv_policy", "min_coda_batch", "lookahead", "exit_rule", "exit_threshold", "min_depth")
-    asked = {name: getattr(arguments, name) for name in names}
+    asked = _asked(arguments)
     settings = cdb_settings(model, workload, **asked)
     systems = {name: (name, settings) for name in SYSTEMS if name == "full" or name in arguments.systems}
     for pairs in arguments.also:
@@ -130,18 +129,30 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _check(arguments: argparse.Namespace) -> None:
     """What can be refused before a model is made."""
-    if arguments.width < 1:
-        raise ValueError(f"width={arguments.width}: choose at least 1.")
+    for name in ("width", "turns"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"{name}={getattr(arguments, name)}: choose at least 1.")
     if arguments.record is not None and "refill" not in arguments.systems:
         raise ValueError(f"record={str(arguments.record)!r}: the depths of refill are written. Add it to --systems.")
     check_plot(arguments.plot)
+    check_workload(arguments)
+    for pairs in ([], *arguments.also):
+        settings = {**_asked(arguments), **_parse_settings(pairs)}
+        CDBConfig.create(settings)
+        check_settings(settings, replayed=arguments.mix != LIVE)
+
+
+def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings of cdb that were given by arguments of their own, such as `--kv-policy`."""
+    names = ("kv_policy", "min_coda_batch", "lookahead", "exit_rule", "exit_threshold", "min_depth")
+    return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
 
 
 def _parse_settings(pairs: list[str]) -> dict[str, Any]:
     """Settings of cdb from `NAME=VALUE`, values as in YAML.
 
     Raises:
-        ValueError: no such setting, a value it cannot have, or one that the benchmark decides itself.
+        ValueError: no setting and value, or a setting that the benchmark decides itself.
     """
     settings = {}
     for pair in pairs:
@@ -151,7 +162,6 @@ def _parse_settings(pairs: list[str]) -> dict[str, Any]:
         if name in ("exit_depths", "trace", "refill", "progress", "seeds"):
             raise ValueError(f"also={pair!r}: the benchmark decides {name} itself. Choose another setting.")
         settings[name] = yaml.safe_load(value)
-    CDBConfig.create(settings)
     return settings
 
 
@@ -209,11 +219,16 @@ def _draw(axes: Any, rows: list[dict[str, Any]]) -> None:
     medians = [spread.median for spread in spreads]
     ranges = [[m - min(s.values), max(s.values) - m] for m, s in zip(medians, spreads, strict=True)]
     axes.bar(names, medians, yerr=list(zip(*ranges, strict=True)), capsize=4, label="measured")
-    for index, row in enumerate(rows):
-        bound = row.get("prefill_adjusted_bound")
-        if bound is not None:
-            label = "prefill-adjusted bound" if index == len(rows) - 1 else None
-            axes.hlines(bound.median, index - 0.4, index + 0.4, colors="black", linestyles="dashed", label=label)
+    bounds = [
+        (index, row["prefill_adjusted_bound"])
+        for index, row in enumerate(rows)
+        if row.get("prefill_adjusted_bound") is not None
+    ]
+    if bounds:
+        places = [index for index, _ in bounds]
+        heights = [bound.median for _, bound in bounds]
+        left, right = [place - 0.4 for place in places], [place + 0.4 for place in places]
+        axes.hlines(heights, left, right, colors="black", linestyles="dashed", label="prefill-adjusted bound")
     axes.set_ylabel("speed-up over the engine at full depth")
     axes.tick_params(axis="x", rotation=20)
     axes.margins(y=0.2)

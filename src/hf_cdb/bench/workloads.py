@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from .conversations import LAYOUTS, read_conversations
 from .json_file import read_json
 from .lengths import draw_lengths, read_lengths
-from .mixes import MIXES, default_mix, depth_shares, draw_depths
+from .mixes import MIXES, check_mix, default_mix, depth_shares, draw_depths
 
-__all__ = ["LIVE", "Workload", "add_workload_arguments", "make_workload"]
+__all__ = ["LIVE", "Workload", "add_workload_arguments", "check_workload", "make_workload"]
 
 LIVE = "live"
 
@@ -71,16 +71,7 @@ class Workload:
             FileNotFoundError: no such file.
             ValueError: it is no record, or one of a model with other loops or another vocabulary.
         """
-        content = read_json(path, "trace")
-        try:
-            prompts, depths = content["prompts"][:requests], content["depths"][:requests]
-            good = 0 < len(prompts) == len(depths) and all(map(len, prompts)) and all(map(len, depths))
-        except (TypeError, KeyError):
-            good = False
-        if not good:
-            raise ValueError(
-                f"trace={str(path)!r} is no record of depths: it needs `prompts` and `depths`, as --record writes them."
-            )
+        prompts, depths = (part[:requests] for part in _read_record(path))
         if any(row[0] != full_depth or min(row) < 1 or max(row) > full_depth for row in depths):
             raise ValueError(
                 f"trace={str(path)!r} was recorded on a model that does not have this one's {full_depth} loops: the "
@@ -109,6 +100,39 @@ def add_workload_arguments(parser: argparse.ArgumentParser, prompt: str = "16-64
     parser.add_argument("--trace", type=Path, metavar="FILE", help="replay requests and depths that --record wrote")
 
 
+def check_workload(arguments: argparse.Namespace) -> None:
+    """Refuse what no model could serve, before one is made.
+
+    Args:
+        arguments: of `add_workload_arguments`, and `seed`.
+
+    Raises:
+        ValueError: arguments that contradict each other or name nothing.
+        FileNotFoundError: a file that is not there.
+    """
+    for name, least in (("requests", 1), ("longest", 1), ("seed", 0)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value}: choose at least {least}.")
+    sources = [name for name in ("lengths", "data", "trace") if getattr(arguments, name) is not None]
+    if len(sources) > 1:
+        raise ValueError(f"--{sources[0]} and --{sources[1]} both say what the requests are. Give one of them.")
+    if arguments.mix is not None:
+        if arguments.trace is not None:
+            raise ValueError(f"mix={arguments.mix!r} beside --trace, which holds the depths. Leave one of them out.")
+        if arguments.mix != LIVE:
+            check_mix(arguments.mix)
+    if arguments.trace is not None:
+        _read_record(arguments.trace)
+    elif arguments.lengths is not None:
+        read_lengths(arguments.lengths)
+    elif arguments.data is not None:
+        arguments.data.stat()  # read once only, for it may be large
+    else:
+        for spec in (arguments.prompt, arguments.new):
+            draw_lengths(spec, 0, numpy.random.default_rng())
+
+
 def make_workload(
     arguments: argparse.Namespace,
     requests: int,
@@ -128,15 +152,9 @@ def make_workload(
         ValueError: arguments that contradict each other or name nothing.
         FileNotFoundError: a file that is not there.
     """
+    check_workload(arguments)
     requests = requests if arguments.requests is None else arguments.requests
-    if requests < 1:
-        raise ValueError(f"requests={requests}: choose at least 1.")
-    sources = [name for name in ("lengths", "data", "trace") if getattr(arguments, name) is not None]
-    if len(sources) > 1:
-        raise ValueError(f"--{sources[0]} and --{sources[1]} both say what the requests are. Give one of them.")
     if arguments.trace is not None:
-        if arguments.mix is not None:
-            raise ValueError(f"mix={arguments.mix!r} beside --trace, which holds the depths. Leave one of them out.")
         return Workload.load(arguments.trace, full_depth, vocab_size, requests)
     # A stream of random numbers for each, so that other depths leave the prompts as they are.
     prompt_rng, new_rng, id_rng, depth_rng = (numpy.random.default_rng([arguments.seed, part]) for part in range(4))
@@ -154,14 +172,27 @@ def make_workload(
     return Workload(prompts, new_tokens, depths)
 
 
+def _read_record(path: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and depths of a file that `Workload.save` wrote; whether they fit a model is left open."""
+    content = read_json(path, "trace")
+    try:
+        prompts, depths = content["prompts"][:], content["depths"][:]
+        good = 0 < len(prompts) == len(depths) and all(map(len, prompts)) and all(map(len, depths))
+    except (TypeError, KeyError):
+        good = False
+    if not good:
+        raise ValueError(
+            f"trace={str(path)!r} is no record of depths: it needs `prompts` and `depths`, as --record writes them."
+        )
+    return prompts, depths
+
+
 def _from_texts(
     arguments: argparse.Namespace, requests: int, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[list[list[int]], list[int]]:
     """Ids of the prompts and lengths of the answers."""
     if tokenizer is None:
         raise ValueError("--data needs a tokenizer, and this benchmark has none. Give lengths by --lengths instead.")
-    if arguments.longest < 1:
-        raise ValueError(f"longest={arguments.longest}: choose at least 1.")
     pairs = read_conversations(arguments.data, arguments.data_layout)[:requests]
     prompts = [tokenizer(prompt).input_ids[: arguments.longest] for prompt, _ in pairs]
     if max(map(max, prompts)) >= vocab_size:
