@@ -46,6 +46,7 @@ def test_lines_stay_when_the_table_grows_or_widens():
     assert states.read("state", far)[0, 0] == torch.tensor(1 / 3, dtype=torch.float32).double()
     states.write("state", near, lines(5, 6).bfloat16())
     assert states.read("state", near)[:, 0].tolist() == [5, 6]
+    assert states.read("state", far)[0, 0] == torch.tensor(1 / 3, dtype=torch.float32).double()
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
