@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from hf_cdb.batch import Batch, RowStates
+from hf_cdb.batch import Batch
 from hf_cdb.request import Request
+from hf_cdb.row_states import RowStates
 from hf_cdb.scheduler import Launch
 
 

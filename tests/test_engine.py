@@ -19,10 +19,10 @@ from hf_cdb.cache import DepthCache
 from hf_cdb.engine import Engine
 from hf_cdb.kv_policy import KVPolicy
 from hf_cdb.noise import Noise
-from hf_cdb.places import Spans
 from hf_cdb.reference import reference_generate
 from hf_cdb.request import Request
 from hf_cdb.sampling import Sampler
+from hf_cdb.spans import Spans
 
 from .dory import random_dory
 from .pairwise import pairwise

@@ -19,7 +19,7 @@ class Packed(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):
-            raise NotImplementedError("packed weights cannot be multiplied")
+            raise NotImplementedError("packed weights cannot be multiplied")  # as such libraries raise it
         return super().__torch_function__(func, types, args, kwargs or {})
 
 

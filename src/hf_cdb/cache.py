@@ -9,8 +9,9 @@ from transformers.cache_utils import Cache
 
 from .adapters import LoopAdapter
 from .kv_policy import KVPolicy
-from .places import SHORT_BYTES, Pack, Places, Segment, Spans
+from .places import SHORT_BYTES, Pack, Places, Segment
 from .pool import Pool
+from .spans import Spans
 
 __all__ = ["DepthCache"]
 

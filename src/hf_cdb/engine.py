@@ -10,15 +10,16 @@ import torch
 
 from .adapters import LoopAdapter
 from .attention import AttentionSwitch
-from .batch import Batch, RowStates
+from .batch import Batch
 from .cache import DepthCache
 from .config import CDBConfig
 from .exits import ExitRule
 from .kv_policy import KVPolicy
-from .places import Spans
 from .prepack import PrepackedWeights
 from .request import Request
+from .row_states import RowStates
 from .scheduler import Launch, Scheduler
+from .spans import Spans
 from .stats import CDBStats
 from .trace import Trace
 
@@ -127,10 +128,11 @@ class Engine:
         launch = self.scheduler.next()
         if launch is None:
             return None
-        before = () if trace is None else self._before(launch)
+        queues = None if trace is None else self.scheduler.queues
         stages = {"prelude": self._prelude, "loop": self._loop, "coda": self._coda}
         try:
-            flags = stages[launch.stage](launch)
+            batch = self._batch(launch)
+            flags = stages[launch.stage](batch)
         except BaseException as error:
             for request in list(self._requests.values()):
                 self.fail(request, error)
@@ -141,7 +143,8 @@ class Engine:
         self.stats.record(launch)
         self.scheduler.commit(launch, flags)
         if trace is not None:
-            trace.record(launch, *before, began, time.perf_counter())
+            spans = batch.spans
+            trace.record(launch, queues, spans.tokens, int(spans.end.sum()), began, time.perf_counter())
         return launch
 
     def run(self) -> None:
@@ -149,17 +152,11 @@ class Engine:
         while self.step() is not None:
             pass
 
-    def _before(self, launch: Launch) -> tuple[dict[str, int], int, int]:
-        """For the trace: the queues, the positions that the launch runs and those that its rows attend to."""
-        spans = self._batch(launch).spans
-        return self.scheduler.queues, spans.tokens, int(spans.end.sum())
-
     def _batch(self, launch: Launch) -> Batch:
         return Batch(launch, self._requests, self.config.prefill_chunk_size, self.adapter.device)
 
-    def _prelude(self, launch: Launch) -> None:
+    def _prelude(self, batch: Batch) -> None:
         """New prompts and new tokens enter: embeddings, the layers before the loop, the start state."""
-        batch = self._batch(launch)
         self._admit([batch.rows[index] for index in batch.prompts if batch.rows[index].status == "waiting"])
         layer_inputs = self._address(batch.spans, batch.positions) if self.adapter.prelude_layers else {}
         with self._attention, self._weights:
@@ -186,9 +183,8 @@ class Engine:
         self.stats.kv_bytes = max(self.stats.kv_bytes, self.cache.core_bytes)
         self.stats.kv_bytes_outer = max(self.stats.kv_bytes_outer, self.cache.outer_bytes)
 
-    def _loop(self, launch: Launch) -> list[bool]:
+    def _loop(self, batch: Batch) -> list[bool]:
         """Every row runs one loop more, each at its own depth; then the rule looks at the rows that decode."""
-        batch = self._batch(launch)
         layer_inputs = self._address(batch.spans, batch.positions)
         previous = self._states.read("state", batch)
         embeds = self._states.read("embeds", batch)[None] if self.adapter.reads_embeds else None
@@ -225,22 +221,19 @@ class Engine:
         self.stats.asked["rows"] += len(spans)
         return self._run_coda(spans, state)
 
-    def _coda(self, launch: Launch) -> list[bool]:
+    def _coda(self, batch: Batch) -> list[bool]:
         """Rows that left: the layers after the loop, the head, the next token."""
-        batch = self._batch(launch)
         spans, rows = batch.spans, batch.rows
         # Of a prompt in pieces only the last one gives a token.
-        ends = (
-            [index for index, row in enumerate(rows) if spans.end[index] == row.end]
-            if batch.prompts
-            else batch.decoding
-        )
+        ends = batch.decoding
+        if batch.prompts:
+            ends = [index for index, row in enumerate(rows) if spans.end[index] == row.end]
         keep = None if len(ends) == spans.tokens else batch.tensor(spans.last[ends])
         logits = self._run_coda(spans, self._states.read("state", batch), keep)
         self._choose(rows if len(ends) == len(rows) else [rows[index] for index in ends], logits)
         finished = [False] * len(rows)
         for index in ends:
-            row, depth = rows[index], launch.depths[index]
+            row, depth = rows[index], batch.launch.depths[index]
             if row.error is None:
                 self.stats.depths[depth] += 1
                 row.exit_depths.append(depth)

@@ -1,6 +1,5 @@
 """Where the tokens of a launch lie in a pool of keys and values."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -8,8 +7,9 @@ import torch
 
 from .adapters import LoopAdapter
 from .kv_policy import KVPolicy
+from .spans import Spans
 
-__all__ = ["PACK_BYTES", "SHORT_BYTES", "Pack", "Places", "Segment", "Spans"]
+__all__ = ["PACK_BYTES", "SHORT_BYTES", "Pack", "Places", "Segment"]
 
 # Measured on the CPU, of the keys and values of a layer: reading a request of up to SHORT_BYTES in a call of its own
 # costs more than copying it beside others, of which PACK_BYTES at once stay in the processor's caches; and one call
@@ -17,46 +17,6 @@ __all__ = ["PACK_BYTES", "SHORT_BYTES", "Pack", "Places", "Segment", "Spans"]
 SHORT_BYTES = 1 << 20
 PACK_BYTES = 6 << 20
 SPLIT_BYTES = 320 << 10
-
-
-class Spans:
-    """Consecutive new positions of every request in a launch; their tokens lie one after the other.
-
-    Args:
-        keys: the requests.
-        start, end: int64 `[spans]`, positions `[start, end)`.
-        loop: int64 `[spans]`, for the core: the loop that they run, from 1.
-
-    Attributes:
-        lengths: int64 `[spans]`.
-        first, last: int64 `[spans]`, their first and last tokens in the launch.
-        tokens: of the launch.
-        single: whether every span is one position.
-    """
-
-    def __init__(self, keys: Sequence[int], start: numpy.ndarray, end: numpy.ndarray, loop: numpy.ndarray):
-        self.keys, self.start, self.end, self.loop = keys, start, end, loop
-        self.lengths = end - start
-        self.tokens = int(self.lengths.sum())
-        self.single = self.tokens == len(keys)
-        self.last = numpy.arange(len(keys)) if self.single else self.lengths.cumsum() - 1
-        self.first = self.last if self.single else self.last - self.lengths + 1
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def take(self, indices: Sequence[int]) -> "Spans":
-        """Some of them."""
-        keys = [self.keys[index] for index in indices]
-        return Spans(keys, self.start[indices], self.end[indices], self.loop[indices])
-
-    def by_token(self, values: numpy.ndarray) -> numpy.ndarray:
-        """`[tokens]`: a value for each span, repeated for each of its tokens."""
-        return values if self.single else values.repeat(self.lengths)
-
-    def positions(self) -> numpy.ndarray:
-        """int64 `[tokens]`."""
-        return self.start if self.single else self.by_token(self.start - self.first) + numpy.arange(self.tokens)
 
 
 @dataclass

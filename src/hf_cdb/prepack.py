@@ -49,7 +49,6 @@ class PrepackedWeights:
 
     Attributes:
         layers: how many layers it packs.
-        nbytes: bytes of their copies.
 
     Raises:
         ValueError: `wanted` is True and nothing can be packed.
@@ -66,7 +65,7 @@ class PrepackedWeights:
         missing = sum(layer.weight.nbytes for layer in layers if layer not in _PACKED)
         if wanted == "auto" and missing > psutil.virtual_memory().available // 4:
             layers = []
-        self.layers, self.nbytes = len(layers), sum(layer.weight.nbytes for layer in layers)
+        self.layers = len(layers)
         self._forwards = [(vars(layer), _packed(layer)) for layer in layers]
 
     def __enter__(self) -> None:

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from ..adapters import adapter_for
 from ..config import CDBConfig
 from ..engine import Engine
-from ..places import Spans
+from ..spans import Spans
 from ..trace import TracedLaunch
 from .attention_clock import AttentionClock
 from .costs import CostTable
