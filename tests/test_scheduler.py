@@ -215,6 +215,73 @@ def test_cancelling_at_any_moment_harms_nobody_else(workload, options, data):
             assert tokens[key] == len(depths) + 1
 
 
+def answers(launch, tokens, workload, lookahead):
+    """What the rule says after a loop, and who is finished after a coda: the next depth of `workload` is reached."""
+    if launch.stage == "loop":
+        wanted = [[FULL_DEPTH, *workload[key]] for key in launch.keys]
+        depths = zip(launch.keys, launch.depths, wanted, strict=True)
+        return [depth + lookahead >= row[tokens[key]] for key, depth, row in depths]
+    if launch.stage == "coda":
+        tokens.update(launch.keys)
+        return [tokens[key] > len(workload[key]) for key in launch.keys]
+    return None
+
+
+@given(workloads, options, st.integers(1, FULL_DEPTH), st.data())
+def test_signals_may_come_when_the_next_launch_is_under_way(workload, options, min_depth, data):
+    """With lookahead the launches are the same as with signals at once; also where requests are cancelled between a
+    launch and its signals, and their keys used again."""
+    cancelled = data.draw(st.dictionaries(st.integers(0, 40), st.integers(0, len(workload) - 1), max_size=4))
+    again = data.draw(st.booleans())
+    at_once, late = (Scheduler(lookahead=1, **options) for _ in range(2))
+    for key in range(len(workload)):
+        for scheduler in (at_once, late):
+            scheduler.add(key, FULL_DEPTH, min_depth=min_depth)
+    tokens, pending, number = Counter(), None, 0
+    while (launch := at_once.next()) is not None:
+        assert late.next() == launch
+        if number in cancelled:
+            key = cancelled[number]
+            known = key in at_once._keys
+            for scheduler in (at_once, late):
+                scheduler.cancel(key)
+                if again and known:
+                    scheduler.add(key, FULL_DEPTH, min_depth=min_depth)
+        number += 1
+        flags = answers(launch, tokens, workload, lookahead=1)
+        if number - 1 in cancelled and again and known:
+            tokens[cancelled[number - 1]] = 0
+        at_once.commit(launch, flags)
+        if pending is not None:
+            late.signal(*pending)
+        mine = late._launched
+        late.commit(mine, None if launch.stage == "loop" else flags)
+        pending = (mine, flags) if launch.stage == "loop" else None
+    assert late.next() is None
+    assert len(late) == len(at_once) == 0
+
+
+def test_a_signal_by_hand():
+    """Two rows decode: what the rule says after loop 1 takes effect after loop 2, and is known during loop 2."""
+    scheduler = Scheduler(2, lookahead=1)
+    for key in range(2):
+        scheduler.add(key, 3)
+    for _ in range(6):  # their prompts, and the next prelude
+        scheduler.commit(scheduler.next())
+    first = scheduler.next()
+    scheduler.commit(first)
+    second = scheduler.next()
+    assert (second.stage, second.keys, second.depths) == ("loop", (0, 1), (2, 2))
+    scheduler.signal(first, [True, False])
+    scheduler.commit(second)
+    launch = scheduler.next()
+    assert (launch.stage, launch.keys, launch.depths) == ("coda", (0,), (2,))
+    scheduler.signal(second, [False, True])
+    scheduler.commit(launch, [True])
+    last = scheduler.next()
+    assert (last.stage, last.keys, last.depths) == ("loop", (1,), (3,))
+
+
 def test_a_schedule_by_hand():
     """Two places, three requests: a leaves at 1, b at 3, c waits for a's place."""
     *_, launches = simulate([[1], [3], []], max_num_seqs=2, refill=True, min_coda_batch=1)
@@ -277,6 +344,31 @@ def test_misuse_is_refused():
     scheduler.commit(launch)
     with pytest.raises(RuntimeError, match="only once"):
         scheduler.commit(launch)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_signals_that_nobody_waits_for_are_refused(lookahead):
+    """Without lookahead, twice, of a launch that has its own, of another stage, and when the next one is committed."""
+    scheduler = Scheduler(1, lookahead=lookahead)
+    scheduler.add(1, 4)
+    prelude = scheduler.next()
+    scheduler.commit(prelude)
+    loop = scheduler.next()
+    scheduler.commit(loop, [False])
+    for launch in (prelude, loop):
+        with pytest.raises(RuntimeError, match="signals can be given"):
+            scheduler.signal(launch, [True])
+    late = scheduler.next()
+    scheduler.commit(late)
+    if lookahead:
+        scheduler.signal(late, [False])
+    with pytest.raises(RuntimeError, match="signals can be given"):
+        scheduler.signal(late, [True])
+    late = scheduler.next()
+    scheduler.commit(late)
+    scheduler.commit(scheduler.next())
+    with pytest.raises(RuntimeError, match="signals can be given"):
+        scheduler.signal(late, [True])
 
 
 def test_the_scheduler_needs_no_torch():

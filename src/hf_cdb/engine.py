@@ -1,8 +1,6 @@
 """The engine: schedule a launch, run it, commit it. Knows no generation config and no tokenizer."""
 
 import time
-from collections.abc import Sequence
-from typing import Any
 
 import numpy
 import psutil
@@ -13,12 +11,12 @@ from .attention import AttentionSwitch
 from .batch import Batch
 from .cache import DepthCache
 from .config import CDBConfig
-from .exits import ExitRule
 from .kv_policy import KVPolicy
 from .prepack import PrepackedWeights
 from .request import Request
 from .row_states import RowStates
 from .scheduler import Launch, Scheduler
+from .signals import Signal, Signals
 from .spans import Spans
 from .stats import CDBStats
 from .trace import Trace
@@ -47,7 +45,7 @@ class Engine:
             config.max_num_seqs,
             refill=config.refill,
             min_coda_batch=config.min_coda_batch,
-            lookahead=config.lookahead if self.rule.name != "replay" else 0,
+            lookahead=config.lookahead,
             budget=_budget(config.max_kv_memory, adapter.device),
         )
         once, per_loop = adapter.parameter_counts()
@@ -62,6 +60,8 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._ended: list[Request] = []
         self._states = RowStates()
+        self._signals = Signals(self.rule, config.max_num_seqs, adapter.device)
+        self._pending: Signal | None = None  # with lookahead: of the last loop, not yet read
         self._attention = AttentionSwitch(adapter.model)
         self._weights = PrepackedWeights(adapter.model, config.prepack_weights)
 
@@ -129,11 +129,11 @@ class Engine:
         if launch is None:
             return None
         queues = None if trace is None else self.scheduler.queues
-        stages = {"prelude": self._prelude, "loop": self._loop, "coda": self._coda}
         try:
             batch = self._batch(launch)
-            flags = stages[launch.stage](batch)
+            flags = self._run_ahead(batch) if self.config.lookahead else self._run_and_read(batch)
         except BaseException as error:
+            self._pending = None
             for request in list(self._requests.values()):
                 self.fail(request, error)
             for key in launch.keys:
@@ -146,6 +146,24 @@ class Engine:
             spans = batch.spans
             trace.record(launch, queues, spans.tokens, int(spans.end.sum()), began, time.perf_counter())
         return launch
+
+    def _run_and_read(self, batch: Batch) -> list[bool] | None:
+        """Run a launch and wait for its signal: the next launch depends on it."""
+        outcome = self._run_stage(batch)
+        return outcome.read() if isinstance(outcome, Signal) else outcome
+
+    def _run_ahead(self, batch: Batch) -> list[bool] | None:
+        """With lookahead: run a launch, and only now wait for the signal of the loop before it, which decides about
+        the launch after this one. A device computes meanwhile."""
+        outcome = self._run_stage(batch)
+        if self._pending is not None:
+            self.scheduler.signal(self._pending.launch, self._pending.read())
+        self._pending = outcome if isinstance(outcome, Signal) else None
+        return None if isinstance(outcome, Signal) else outcome
+
+    def _run_stage(self, batch: Batch) -> Signal | list[bool] | None:
+        """A loop gives a signal; a coda gives the rows that are finished, and waits for their tokens."""
+        return {"prelude": self._prelude, "loop": self._loop, "coda": self._coda}[batch.launch.stage](batch)
 
     def run(self) -> None:
         """Run until no request is left."""
@@ -183,7 +201,7 @@ class Engine:
         self.stats.kv_bytes = max(self.stats.kv_bytes, self.cache.core_bytes)
         self.stats.kv_bytes_outer = max(self.stats.kv_bytes_outer, self.cache.outer_bytes)
 
-    def _loop(self, batch: Batch) -> list[bool]:
+    def _loop(self, batch: Batch) -> Signal:
         """Every row runs one loop more, each at its own depth; then the rule looks at the rows that decode."""
         layer_inputs = self._address(batch.spans, batch.positions)
         previous = self._states.read("state", batch)
@@ -193,14 +211,13 @@ class Engine:
         self._states.write("state", batch, state)
         return self._decide(batch, previous, state)
 
-    def _decide(self, batch: Batch, previous: torch.Tensor, state: torch.Tensor) -> list[bool]:
+    def _decide(self, batch: Batch, previous: torch.Tensor, state: torch.Tensor) -> Signal:
         """Which rows the rule lets go. Prompts always run to full depth, and its last signal is never read."""
-        flags, depths = [False] * len(batch), batch.launch.depths
-        if self.rule.name == "never":
-            return flags
-        deciding = [index for index in batch.decoding if depths[index] < self.config.max_depth]
+        depths = batch.launch.depths
+        deciding = [] if self.rule.name == "never" else batch.decoding
+        deciding = [index for index in deciding if depths[index] < self.config.max_depth]
         if not deciding:
-            return flags
+            return self._signals.send(batch.launch, deciding, [])
         places, spans = batch.places, batch.spans
         if len(deciding) < len(batch):
             places = batch.tensor([batch.launch.places[index] for index in deciding])
@@ -210,10 +227,8 @@ class Engine:
                 previous = previous.index_select(0, tokens)
             if self.rule.reads_state:
                 state, spans = state.index_select(0, tokens), spans.take(deciding)
-        leave = self.rule.leave(places, depths, previous, state, lambda: self._ask(spans, state))
-        for index, flag in zip(deciding, _check_flags(self.rule, leave, len(deciding)), strict=True):
-            flags[index] = flag
-        return flags
+        said = self.rule.leave(places, depths, previous, state, lambda: self._ask(spans, state))
+        return self._signals.send(batch.launch, deciding, said)
 
     def _ask(self, spans: Spans, state: torch.Tensor) -> torch.Tensor:
         """Logits of rows that a rule looks at."""
@@ -307,22 +322,6 @@ class Engine:
 
     def _tensor(self, values) -> torch.Tensor:
         return torch.as_tensor(values, dtype=torch.long, device=self.adapter.device)
-
-
-def _check_flags(rule: ExitRule, leave: Any, rows: int) -> list[bool]:
-    """What a rule returned, as a list: the one read of a step."""
-    if isinstance(leave, torch.Tensor):
-        given, right = f"{leave.dtype} {list(leave.shape)}", leave.dtype == torch.bool and leave.shape == (rows,)
-        flags = leave.tolist() if right else []
-    else:
-        flags = list(leave) if isinstance(leave, Sequence | numpy.ndarray) else []
-        given, right = repr(leave), len(flags) == rows and all(isinstance(flag, bool | numpy.bool_) for flag in flags)
-    if not right:
-        raise ValueError(
-            f"exit rule {rule.name!r} ({type(rule).__name__}) returned {given} for {rows} rows: `leave` gives one bool "
-            f"per row, a bool tensor [{rows}] or a sequence."
-        )
-    return [bool(flag) for flag in flags]
 
 
 def _start_options(batch: Batch) -> dict:

@@ -46,14 +46,15 @@ class _Row:
     depth: int = 0
     chunk: int = 0
     in_prompt: bool = True
-    leaving: bool = False  # a signal said so, one loop ago
+    leaving: bool = False  # with lookahead: a signal said so, and the next loop is the last
     waited: int = 0  # launches of the core that went by while the row waited for the coda
 
 
 class Scheduler:
     """Continuous depth batching (arXiv 2608.09444): schedules single loop iterations.
 
-    Use: `add` requests; then `next`, run the launch, `commit` it, until `next` returns None.
+    Use: `add` requests; then `next`, run the launch, `commit` it, until `next` returns None. With lookahead a launch of
+    the core can be committed before its signals are known: `signal` brings them when the launch after it is under way.
 
     Args:
         max_num_seqs: rows in flight at most, W.
@@ -89,6 +90,7 @@ class Scheduler:
         self._keys: set[int] = set()
         self._spent = 0
         self._launched: Launch | None = None
+        self._unsignalled: Launch | None = None  # committed, its signals still to come
 
     def __len__(self) -> int:
         """Requests that are not finished."""
@@ -181,18 +183,49 @@ class Scheduler:
         Args:
             launch: what `next` returned.
             flags: by row; after a loop: the exit rule says "leave" (not read for prompts and at full depth); after a
-                coda: the request is finished. None is all False.
+                coda: the request is finished. None is all False; after a loop with lookahead, `signal` may follow.
+
+        Raises:
+            RuntimeError: another launch, or one that has been committed.
         """
         if launch is not self._launched:
             raise RuntimeError("only the launch that `next` returned last can be committed, and only once.")
-        self._launched = None
-        flags = flags if flags is not None else (False,) * len(launch)
+        self._launched, self._unsignalled = None, None
+        said = flags if flags is not None else (False,) * len(launch)
         commit = {"prelude": self._entered, "loop": self._looped, "coda": self._chosen}[launch.stage]
-        for key, flag in zip(launch.keys, flags, strict=True):
+        for key, flag in zip(launch.keys, said, strict=True):
             commit(key, flag)
         if launch.stage == "loop":
             for row in self._left.values():
                 row.waited += 1
+            if self.lookahead:
+                self._unsignalled = launch
+                if flags is not None:
+                    self.signal(launch, flags)
+
+    def signal(self, launch: Launch, flags: Sequence[bool]) -> None:
+        """With lookahead: what the exit rule said after a launch of the core that was committed without flags.
+
+        Its rows take part in one loop more in any case, so it is early enough until the launch after it is committed.
+
+        Args:
+            launch: the one committed last.
+            flags: by row: "leave". Rows that have left or were cancelled since are passed over.
+
+        Raises:
+            RuntimeError: no signals of this launch are awaited: there is no lookahead, it is no launch of the core,
+                they have come, or the next launch has been committed.
+        """
+        if launch is not self._unsignalled:
+            raise RuntimeError(
+                "signals can be given for a launch of the core with lookahead, once, and before the launch after it is "
+                "committed."
+            )
+        self._unsignalled = None
+        for key, leave in zip(launch.keys, flags, strict=True):
+            row = self._looping.get(key)
+            if row is not None and not row.in_prompt:
+                row.leaving = leave and row.depth + 1 >= row.min_depth
 
     def _admit(self) -> None:
         if not self.refill and self.in_flight:
@@ -228,14 +261,9 @@ class Scheduler:
         if row is None or not self._piece_done(row):
             return
         row.depth += 1
-        exits = row.depth >= row.max_depth
-        if not row.in_prompt and not exits:
-            if self.lookahead:
-                exits = row.leaving
-                row.leaving = leave and row.depth + 1 >= row.min_depth
-            else:
-                exits = leave and row.depth >= row.min_depth
-        if exits:
+        now = leave and not row.in_prompt and row.depth >= row.min_depth
+        exits = row.leaving if self.lookahead else now
+        if exits or row.depth >= row.max_depth:
             self._left[key] = self._looping.pop(key)
 
     def _chosen(self, key: int, finished: bool) -> None:

@@ -18,7 +18,7 @@ class Never(ExitRule):
 
 
 class Replay(ExitRule):
-    """Given depths.
+    """Given depths; lookahead does not shift them.
 
     Args:
         depths: rows of depths, one row for each row of the call; entry k belongs to its k-th new token.
@@ -41,4 +41,5 @@ class Replay(ExitRule):
             self._wanted[place] = self.depths[row // self.copies][index]
 
     def leave(self, places, depths, previous, state, logits):
-        return [depth >= self._wanted[place] for place, depth in zip(places.tolist(), depths, strict=True)]
+        reached = [depth + self.lookahead for depth in depths]
+        return [depth >= self._wanted[place] for place, depth in zip(places.tolist(), reached, strict=True)]
