@@ -44,6 +44,10 @@ def depth_attention(
         `[1, tokens, heads, head dim]`, and None for the weights.
     """
     places = depth_cache.places
+    if depth_cache.flash is not None:
+        options = {"scaling": scaling, "window": sliding_window, "dropout": dropout}
+        queries = query[0].transpose(0, 1)
+        return places.table.attend(depth_cache.flash, queries, *depth_cache.pages(), **options)[None], None
     if not places.single and len(places.packs) == 1:
         return _attend_pack(places.packs[0], query, depth_cache, scaling, sliding_window, dropout)[None], None
     parts: list[tuple[torch.Tensor | slice, torch.Tensor]] = []
@@ -121,19 +125,25 @@ class AttentionSwitch:
     def __init__(self, model: nn.Module, implementation: str = DEPTH_ATTENTION):
         self.implementation = implementation
         self._configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
-        self._before: list[str] = []
+        self._own: list[str] = []
         with _GUARD:
             self._lock = _LOCKS.setdefault(model, threading.RLock())
 
+    @property
+    def own(self) -> str | None:
+        """The attention function that the model was loaded with."""
+        with self._lock:  # in the middle of another thread's launch it is not there
+            return self._configs[0]._attn_implementation
+
     def __enter__(self) -> None:
         self._lock.acquire()
-        self._before = [config._attn_implementation for config in self._configs]
+        self._own = [config._attn_implementation for config in self._configs]
         for config in self._configs:
             _choose(config, self.implementation)
 
     def __exit__(self, *error) -> None:
-        for config, before in zip(self._configs, self._before, strict=True):
-            _choose(config, before)
+        for config, own in zip(self._configs, self._own, strict=True):
+            _choose(config, own)
         self._lock.release()
 
 

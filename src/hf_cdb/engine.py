@@ -11,6 +11,7 @@ from .attention import AttentionSwitch
 from .batch import Batch
 from .cache import DepthCache
 from .config import CDBConfig
+from .flash import find_flash
 from .kv_policy import KVPolicy
 from .prepack import PrepackedWeights
 from .request import Request
@@ -20,6 +21,7 @@ from .signals import Signal, Signals
 from .spans import Spans
 from .stats import CDBStats
 from .trace import Trace
+from .transfer import to_device
 
 __all__ = ["Engine"]
 
@@ -40,7 +42,9 @@ class Engine:
         self.adapter, self.config = adapter, config
         self.rule = config.exit_rule
         self.rule.bind(adapter, config.max_num_seqs)
-        self.cache = DepthCache(adapter, KVPolicy.create(config.kv_policy, config.max_depth, config.kv_slots))
+        self._attention = AttentionSwitch(adapter.model)
+        policy = KVPolicy.create(config.kv_policy, config.max_depth, config.kv_slots)
+        self.cache = DepthCache(adapter, policy, find_flash(adapter, self._attention.own))
         self.scheduler = Scheduler(
             config.max_num_seqs,
             refill=config.refill,
@@ -62,7 +66,6 @@ class Engine:
         self._states = RowStates()
         self._signals = Signals(self.rule, config.max_num_seqs, adapter.device)
         self._pending: Signal | None = None  # with lookahead: of the last loop, not yet read
-        self._attention = AttentionSwitch(adapter.model)
         self._weights = PrepackedWeights(adapter.model, config.prepack_weights)
 
     def add_request(self, request: Request) -> None:
@@ -72,12 +75,13 @@ class Engine:
             ValueError: its key is in use, or its keys and values could never fit into `max_kv_memory`.
         """
         chunk = self.config.prefill_chunk_size or request.prompt_length
-        cost = request.capacity * self.cache.bytes_per_position()
+        positions = self.cache.positions(request.capacity)
+        cost = positions * self.cache.bytes_per_position()
         budget = self.scheduler.budget
         if budget is not None and cost > budget:
             raise ValueError(
                 f"max_kv_memory={self.config.max_kv_memory} is {budget} bytes, but request {request.key} needs {cost}: "
-                f"{request.capacity} positions of {self.cache.bytes_per_position()} bytes. Allow more, or shorten the "
+                f"{positions} positions of {self.cache.bytes_per_position()} bytes. Allow more, or shorten the "
                 "prompt or max_new_tokens."
             )
         self.scheduler.add(
@@ -321,7 +325,7 @@ class Engine:
         return (whole, None) if embedding is None else (None, whole)
 
     def _tensor(self, values) -> torch.Tensor:
-        return torch.as_tensor(values, dtype=torch.long, device=self.adapter.device)
+        return to_device(torch.as_tensor(values, dtype=torch.long), self.adapter.device)
 
 
 def _start_options(batch: Batch) -> dict:
