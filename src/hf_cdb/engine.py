@@ -11,6 +11,7 @@ from .attention import AttentionSwitch
 from .batch import Batch
 from .cache import DepthCache
 from .config import CDBConfig
+from .core_loop import CompiledLoop, EagerLoop
 from .flash import find_flash
 from .kv_policy import KVPolicy
 from .prepack import PrepackedWeights
@@ -67,6 +68,9 @@ class Engine:
         self._signals = Signals(self.rule, config.max_num_seqs, adapter.device)
         self._pending: Signal | None = None  # with lookahead: of the last loop, not yet read
         self._weights = PrepackedWeights(adapter.model, config.prepack_weights)
+        parts = (adapter, self.cache, self._attention, self._weights)
+        captured = adapter.device.type == "cuda"
+        self._core = CompiledLoop(*parts, captured) if config.compile else EagerLoop(*parts)
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -207,11 +211,9 @@ class Engine:
 
     def _loop(self, batch: Batch) -> Signal:
         """Every row runs one loop more, each at its own depth; then the rule looks at the rows that decode."""
-        layer_inputs = self._address(batch.spans, batch.positions)
         previous = self._states.read("state", batch)
         embeds = self._states.read("embeds", batch)[None] if self.adapter.reads_embeds else None
-        with self._attention, self._weights:
-            state = self.adapter.loop(previous[None], embeds, layer_inputs)[0]
+        state = self._core.run(batch.spans, batch.positions, previous[None], embeds)[0]
         self._states.write("state", batch, state)
         return self._decide(batch, previous, state)
 
