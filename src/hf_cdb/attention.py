@@ -133,7 +133,7 @@ class AttentionSwitch:
     def own(self) -> str | None:
         """The attention function that the model was loaded with."""
         with self._lock:  # in the middle of another thread's launch it is not there
-            return self._configs[0]._attn_implementation
+            return self._configs[0]._attn_implementation if self._configs else None
 
     def __enter__(self) -> None:
         self._lock.acquire()

@@ -28,7 +28,7 @@ __all__ = ["CompiledLoop", "EagerLoop", "bucket"]
 logger = logging.get_logger(__name__)
 
 TRACED_ATTENTION = "hf_cdb_traced"
-SCRATCH = -1  # key of what padding writes and reads; a request's is 0 or more
+SCRATCH = "scratch"  # key of what padding writes and reads; those of requests are integers
 
 _OPERATORS = torch.library.Library("hf_cdb_loop", "DEF")
 _OPERATORS.define(
@@ -140,9 +140,10 @@ class CompiledLoop(EagerLoop):
             return self._run_graph(*padded)[:, : len(spans)]
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             _FAILED.add(self.adapter.model)
+            reason = next(iter(str(error).strip().splitlines()), "no reason given")
             logger.warning_once(
                 f"compile=True: the loop of {type(self.adapter.model).__name__} runs without being compiled, since "
-                f"that failed: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+                f"that failed: {type(error).__name__}: {reason}"
             )
             return super().run(spans, positions, state, embeds)
 
