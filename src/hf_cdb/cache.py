@@ -107,7 +107,7 @@ class DepthCache(Cache):
         if section == "coda":
             layer += self.adapter.prelude_layers
         self._reading = kind, layer
-        places, pool = self._bound_places(kind), self._pools[kind].tensor[layer]
+        places, pool = self.bound_places(kind), self._pools[kind].tensor[layer]
         key, value = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
         # Under autocast they come in another dtype than the model's. [tokens, 2, kv heads, head dim]
         new = torch.stack((key, value), dim=1).to(pool.dtype)
@@ -153,7 +153,8 @@ class DepthCache(Cache):
         copied = torch.index_select(pool, 0, rows, out=self._copy[: len(rows)])
         return copied.view(*pack.rows.shape, 2, self.adapter.kv_heads, -1).permute(2, 0, 3, 1, 4)
 
-    def _bound_places(self, kind: str) -> "Places":
+    def bound_places(self, kind: str) -> "Places":
+        """Where the bound spans lie in the pool "core" or "outer": computed once a launch."""
         if kind not in self._places:
             segments = [self._segments[key] for key in self.bound.keys]
             self._places[kind] = Places(self.bound, segments, kind, self.policy, self._written, self.adapter)
