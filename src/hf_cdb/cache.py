@@ -11,6 +11,7 @@ from .adapters import LoopAdapter
 from .kv_policy import KVPolicy
 from .places import SHORT_BYTES, Pack, Places, Segment
 from .pool import Pool
+from .precision import attention_dtype
 from .spans import Spans
 
 __all__ = ["DepthCache"]
@@ -40,6 +41,8 @@ class DepthCache(Cache):
         self._written = numpy.empty(0, dtype=numpy.int16)  # see `Places`
         # One for all layers and launches: getting so much memory again each time costs a page fault for every 4 KiB.
         self._copy: torch.Tensor | None = None
+        # On a CPU attention computes in float32; see there.
+        self._widened: torch.Tensor | None = None
 
     def bytes_per_position(self) -> int:
         """Bytes that one position of one request takes, all layers and slots together."""
@@ -142,7 +145,7 @@ class DepthCache(Cache):
 
     def packed(self, pack: Pack) -> torch.Tensor:
         """Keys and values of a pack's spans side by side, `[2, spans, kv heads, longest, head dim]`: a copy, good
-        until the next one is made.
+        until the next one is made, and on a CPU in at least float32.
 
         Entries beyond a span's end are any and have to be masked.
         """
@@ -150,7 +153,11 @@ class DepthCache(Cache):
         pool, rows = self._pools[kind].tensor[layer], pack.rows.flatten()
         if self._copy is None or len(self._copy) < len(rows):
             self._copy = pool.new_empty(len(rows), pool.shape[1])
+            wide = attention_dtype(pool)
+            self._widened = None if wide == pool.dtype else torch.empty_like(self._copy, dtype=wide)
         copied = torch.index_select(pool, 0, rows, out=self._copy[: len(rows)])
+        if self._widened is not None:
+            copied = self._widened[: len(rows)].copy_(copied)
         return copied.view(*pack.rows.shape, 2, self.adapter.kv_heads, -1).permute(2, 0, 3, 1, 4)
 
     def bound_places(self, kind: str) -> "Places":
