@@ -14,6 +14,7 @@ from .flash import PAGE
 from .kv_policy import KVPolicy
 from .places import SHORT_BYTES, Pack, Places, Segment
 from .pool import Pool
+from .precision import attention_dtype
 from .spans import Spans
 
 __all__ = ["DepthCache"]
@@ -44,6 +45,8 @@ class DepthCache(Cache):
         self._written = numpy.empty(0, dtype=numpy.int16)  # see `Places`
         # One for all layers and launches: getting so much memory again each time costs a page fault for every 4 KiB.
         self._copy: torch.Tensor | None = None
+        # On a CPU attention computes in float32; see there.
+        self._widened: torch.Tensor | None = None
 
     def bytes_per_position(self) -> int:
         """Bytes that one position of one request takes, all layers and slots together."""
@@ -117,7 +120,7 @@ class DepthCache(Cache):
         if section == "coda":
             layer += self.adapter.prelude_layers
         self._reading = kind, layer
-        places, pool = self._bound_places(kind), self._pools[kind].tensor[layer]
+        places, pool = self.bound_places(kind), self._pools[kind].tensor[layer]
         key, value = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
         # Under autocast they come in another dtype than the model's. [tokens, 2, kv heads, head dim]
         new = torch.stack((key, value), dim=1).to(pool.dtype)
@@ -152,7 +155,7 @@ class DepthCache(Cache):
 
     def packed(self, pack: Pack) -> torch.Tensor:
         """Keys and values of a pack's spans side by side, `[2, spans, kv heads, longest, head dim]`: a copy, good
-        until the next one is made.
+        until the next one is made, and on a CPU in at least float32.
 
         Entries beyond a span's end are any and have to be masked.
         """
@@ -160,7 +163,11 @@ class DepthCache(Cache):
         pool, rows = self._pools[kind].tensor[layer], pack.rows.flatten()
         if self._copy is None or len(self._copy) < len(rows):
             self._copy = pool.new_empty(len(rows), pool.shape[1])
+            wide = attention_dtype(pool)
+            self._widened = None if wide == pool.dtype else torch.empty_like(self._copy, dtype=wide)
         copied = torch.index_select(pool, 0, rows, out=self._copy[: len(rows)])
+        if self._widened is not None:
+            copied = self._widened[: len(rows)].copy_(copied)
         return copied.view(*pack.rows.shape, 2, self.adapter.kv_heads, -1).permute(2, 0, 3, 1, 4)
 
     def pages(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,7 +177,8 @@ class DepthCache(Cache):
         pages = pool[: len(pool) // PAGE * PAGE].view(-1, PAGE, 2, self.adapter.kv_heads, self.adapter.head_dim)
         return pages[:, :, 0], pages[:, :, 1]
 
-    def _bound_places(self, kind: str) -> "Places":
+    def bound_places(self, kind: str) -> "Places":
+        """Where the bound spans lie in the pool "core" or "outer": computed once a launch."""
         if kind not in self._places:
             segments = [self._segments[key] for key in self.bound.keys]
             paged = self.flash is not None

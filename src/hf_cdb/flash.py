@@ -82,7 +82,7 @@ class PageTable(NamedTuple):
             key, value: the pool by pages, `[pages, PAGE, kv heads, head dim]`.
             scaling, window, dropout: see `depth_attention`.
         """
-        return flash(
+        output = flash(
             query.to(key.dtype),  # under autocast they come in another one
             key,
             value,
@@ -96,3 +96,4 @@ class PageTable(NamedTuple):
             window_size=(-1, -1) if window is None else (window - 1, 0),
             block_table=self.pages,
         )
+        return output.to(query.dtype)
