@@ -26,12 +26,14 @@ class System:
         config: settings of cdb, not resolved; None is stock generation at full depth.
         described: the resolved settings, for JSON; None for stock.
         max_depth: loops at most.
+        asks: whether the exit rule runs the coda after every loop.
     """
 
     name: str
     config: CDBConfig | None
     described: dict[str, Any] | None
     max_depth: int
+    asks: bool = False
 
     @property
     def adaptive(self) -> bool:
@@ -114,6 +116,22 @@ class EvaluationConfig:
                 found[name] = settings
         return found
 
+    def with_system(self, name: str) -> "EvaluationConfig":
+        """The same with one system beside stock and engine, and without exit signals.
+
+        Raises:
+            ValueError: there is no such system.
+        """
+        settings = self.settings()
+        if name not in settings:
+            raise ValueError(f"system={name!r}: the systems are {', '.join(settings)}.")
+        kept = (STOCK, ENGINE, name)
+        tasks = [
+            {**spec.to_dict(), "signal": [], "systems": spec.systems and [s for s in spec.systems if s in kept]}
+            for spec in self.task_specs
+        ]
+        return replace(self, cdb={} if name == ENGINE else {name: settings[name]}, sweeps=[], tasks=tasks)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, which make the same evaluation again."""
         return {**asdict(self), "tasks": [spec.to_dict() for spec in self.task_specs]}
@@ -176,10 +194,10 @@ def make_systems(config: EvaluationConfig, model: Any, adapter: LoopAdapter) -> 
     for name, settings in config.settings().items():
         try:
             cdb = CDBConfig.create(settings, saved, adapter)
-            described = cdb.described(adapter)
+            described, asks = cdb.described(adapter), cdb.resolve(adapter).exit_rule.needs_logits
         except ValueError as error:
             raise ValueError(f"system {name!r}: {error}") from error
-        systems.append(System(name, cdb, described, described["max_depth"]))
+        systems.append(System(name, cdb, described, described["max_depth"], asks))
     for spec in config.task_specs:
         _check_task(spec, systems)
     return systems

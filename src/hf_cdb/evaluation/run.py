@@ -192,7 +192,7 @@ def evaluate(config: EvaluationConfig, output: Path, progress: bool = True) -> d
             {"name": task.name, "kind": task.kind, "examples": len(task.examples), "metrics": task.spec.metrics}
             for task in session.tasks
         ],
-        **summarise(config, sizes, session.tasks, session.systems, records),
+        **summarise(config, sizes, session.adapter.coda_parameter_count(), session.tasks, session.systems, records),
     }
     (output / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return results
