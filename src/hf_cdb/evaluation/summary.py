@@ -86,13 +86,18 @@ def summarise(
     Args:
         sizes: of `bench.report.model_sizes`.
         coda: parameters of the layers after the loop and the head.
+        systems: "stock", which gives full depth, first.
         records: of all tasks and systems, examples in order.
     """
     of: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for record in records:
         of[record["task"], record["system"]].append(record)
     bootstrap = {"seed": config.seed, "draws": config.draws}
-    bound = {"once": sizes["parameters_once"], "per_loop": sizes["parameters_per_loop"], "full_depth": sizes["loops"]}
+    bound = {
+        "once": sizes["parameters_once"],
+        "per_loop": sizes["parameters_per_loop"],
+        "full_depth": systems[0].max_depth,
+    }
     rows = []
     for system in systems:
         row: dict[str, Any] = {"name": system.name, "cdb": system.described, "scores": {}, "groups": {}}
