@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -141,7 +142,7 @@ def test_the_signal_is_the_rule_s_own_score(run):
     pairs = sorted(zip(found["scores"], found["agrees"], strict=True))
     assert len(pairs) == len(expected)
     assert [score for score, _ in pairs] == pytest.approx([score for score, _ in sorted(expected)], abs=1e-4)
-    # Near ties; and Huginn's last layers read the keys of full depth there, and in plain passes those of the same depth.
+    # Near ties; and Huginn's last layers read keys of full depth there, but those of the same depth in plain passes.
     slack = {"tiny-ouro": 1, "tiny-huginn": 0.02 * len(pairs)}[config.model]
     assert abs(sum(found["agrees"]) - sum(agree for _, agree in expected)) <= slack
     bins = results["signal"]["psalm"]["default"]["bins"]
@@ -263,11 +264,13 @@ def assert_alike(found, expected):
 
 def test_a_finished_run_is_not_run_again_and_others_are_refused(tmp_path, monkeypatch):
     config = small_config(tmp_path)
-    config = type(config)(**{**vars(config), "tasks": config.tasks[1:2], "cdb": {"depth 1": config.cdb["depth 1"]}})
+    config = replace(config, tasks=config.tasks[1:2])
     first = evaluate(config, tmp_path / "out", progress=False)
+    assert [system["name"] for system in first["systems"]] == ["stock", "engine", "depth 1"]  # "default" ran nothing
+    save_picture(tmp_path / "choices.png", first)
     monkeypatch.setattr(RecordFile, "append", lambda *_: pytest.fail("nothing was left to run"))
     assert without_times(evaluate(config, tmp_path / "out", progress=False)) == without_times(first)
-    other = type(config)(**{**vars(config), "limit": 1})
+    other = replace(config, limit=1)
     with pytest.raises(ValueError, match=r"holds an evaluation with another limit \(limit: None there, 1 here\)"):
         evaluate(other, tmp_path / "out", progress=False)
 
@@ -336,7 +339,7 @@ def test_sweeps_are_products(tmp_path):
 def test_rules_that_ask_for_logits_pay_for_them(tmp_path):
     """The FLOP bound is that of the engine's own counts."""
     config = small_config(tmp_path, "tiny-huginn", cdb={"kl": {"exit_rule": "kl", "exit_threshold": 0.05}})
-    config = type(config)(**{**vars(config), "tasks": [{**config.tasks[0], "stop": []}]})
+    config = replace(config, tasks=[{**config.tasks[0], "stop": [], "metrics": []}])
     results = evaluate(config, tmp_path / "out", progress=False)
     model, tokenizer = load_model_to_evaluate(config.model)
     tokenizer.padding_side = "left"
@@ -345,6 +348,7 @@ def test_rules_that_ask_for_logits_pay_for_them(tmp_path):
     settings = {"cdb": {"exit_rule": "kl", "exit_threshold": 0.05}, "do_sample": False}
     output = model.generate(**inputs, max_new_tokens=8, return_dict_in_generate=True, **settings)
     assert system_of(results, "kl")["flop_bound"] == pytest.approx(output.stats.flop_bound)
+    save_picture(tmp_path / "speed.png", results)  # without a metric of answers
 
 
 def test_bits_of_the_last_depth_are_those_of_plain_windows(tmp_path):
@@ -362,7 +366,7 @@ def test_bits_of_the_last_depth_are_those_of_plain_windows(tmp_path):
     config = small_config(tmp_path, cdb={})
     (tmp_path / "piece.jsonl").write_text(json.dumps({"text": piece}) + "\n")
     task = {**config.tasks[2], "data": str(tmp_path / "piece.jsonl"), "signal": []}
-    results = evaluate(type(config)(**{**vars(config), "tasks": [task]}), tmp_path / "out", progress=False)
+    results = evaluate(replace(config, tasks=[task]), tmp_path / "out", progress=False)
     for depth, score in results["depth_curve"]["psalm"].items():
         bits = both[int(depth)].mean * size - first[int(depth)].mean * half
         assert score["bits_per_byte"]["mean"] == pytest.approx(bits / (size - half), rel=1e-4)

@@ -223,7 +223,7 @@ def _check_task(spec: TaskSpec, systems: Sequence[System]) -> None:
         system = systems[names.index(name)]
         if not system.adaptive or (spec.systems is not None and name not in spec.systems):
             raise ValueError(f"signal of task {spec.name!r}: {name!r} has no exit rule there. Name one that has.")
-    if STOCK not in (spec.systems or [STOCK]):
+    if spec.systems is not None and STOCK not in spec.systems:
         raise ValueError(f"systems of task {spec.name!r}: {STOCK!r} is missing, which all are compared with. Add it.")
     if spec.kind == "loglikelihood":
         for system in systems:

@@ -1,5 +1,6 @@
 """Rows of a task, through `datasets`: files, builders of this package, or the Hub."""
 
+import re
 from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
@@ -45,15 +46,10 @@ def _hellaswag(row: Mapping[str, Any]) -> dict[str, Any]:
     """Context and endings without the marks of WikiHow, as the evaluation harness cleans them."""
 
     def clean(text: str) -> str:
-        text = text.strip().replace(" [title]", ". ")
-        while "[" in text and "]" in text[text.index("[") :]:
-            start = text.index("[")
-            text = text[:start] + text[text.index("]", start) + 1 :]
-        return text.replace("  ", " ")
+        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
-    context = f"{row['ctx_a']} {row['ctx_b'].capitalize()}" if row.get("ctx_b") else row["ctx"]
     return {
-        "prompt": clean(f"{row['activity_label']}: {context}"),
+        "prompt": clean(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"),
         "choices": [clean(ending) for ending in row["endings"]],
         "answer": int(row["label"]),
     }

@@ -11,7 +11,7 @@ from .config import ENGINE, STOCK
 __all__ = ["LOWER_IS_BETTER", "save_csv", "save_picture", "to_markdown"]
 
 LOWER_IS_BETTER = ("bits_per_byte", "perplexity")
-_NO_QUALITY = ("length", "cut_off", "agreement", "perplexity")
+_NO_QUALITY = ("length", "cut_off", "agreement", "perplexity", "identical", "first_divergence")
 _MOST_METRICS = 3
 
 
@@ -19,7 +19,7 @@ def to_markdown(results: Mapping[str, Any]) -> str:
     """A row for every system; below, the curve by depth and the exit signal where there are any."""
     systems = results["systems"]
     metrics = list(dict.fromkeys(metric for system in systems for metric in system["scores"]))
-    shown = [metric for metric in metrics if metric.rpartition("/")[2] not in ("identical", "first_divergence")]
+    shown = [metric for metric in metrics if not metric.endswith(("/identical", "/first_divergence"))]
     columns = {"system": "", "mean depth": ".2f", "fewer loops": ".2f", "FLOP bound": ".2f", "tokens/s": ".0f"}
     columns |= dict.fromkeys(shown, "")
     rows = []
@@ -104,7 +104,10 @@ def save_picture(path: Path, results: Mapping[str, Any]) -> None:
 
 def _panels(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     generating = {task["name"] for task in results["tasks"] if task["kind"] == "generate"}
-    metrics = [m for m in results["systems"][0]["scores"] if m.rpartition("/")[2] not in _NO_QUALITY]
+    found = dict.fromkeys(metric for system in results["systems"] for metric in system["scores"])
+    metrics = [metric for metric in found if metric.rpartition("/")[2] not in _NO_QUALITY]
+    # Where nothing else tells quality, agreement with full depth does.
+    metrics = [metric for metric in metrics if not metric.endswith("/token_agreement")] or metrics
     panels = []
     for metric in metrics[:_MOST_METRICS]:
         speeds = ["tokens_per_second"] if metric.rpartition("/")[0] in generating else []

@@ -165,6 +165,7 @@ def evaluate(config: EvaluationConfig, output: Path, progress: bool = True) -> d
     state.wait_for_everyone()
     file = RecordFile(output, state.process_index)
     file.repair()
+    state.wait_for_everyone()
     done = file.read()
     state.wait_for_everyone()  # all have read the same records before anyone writes more
     shown = progress and state.is_main_process

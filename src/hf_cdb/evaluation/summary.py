@@ -120,6 +120,8 @@ def summarise(
             parts[task.name] = {**_cost(spent, bound, coda * asked), **_speed(own if task.kind == "generate" else [])}
             depths, asks = depths + spent, asks + asked
             timed += own if task.kind == "generate" else []
+        if not parts:  # none of the tasks that run lists it
+            continue
         rows.append({**row, **_cost(depths, bound, coda * asks), **_speed(timed), "tasks": parts})
     return {
         "systems": rows,
@@ -133,7 +135,7 @@ def _groups(task: Task, records: Records, bootstrap: Mapping[str, Any]) -> dict[
     groups: dict[str, dict[str, Any]] = {}
     for group in dict.fromkeys(r["group"] for r in records if r["group"]):
         members = [r for r in records if r["group"] == group]
-        for metric in members[0]["scores"]:
+        for metric in members[0].get("scores", ()):  # texts have none of their own
             score = interval([r["scores"][metric] for r in members], **bootstrap)
             groups.setdefault(f"{task.name}/{metric}", {})[group] = score
     return groups
