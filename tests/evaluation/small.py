@@ -62,7 +62,7 @@ def small_config(folder: Path, model: str = "tiny-ouro", **changes) -> Evaluatio
 
 
 def write_config(config: EvaluationConfig, path: Path) -> Path:
-    path.write_text(yaml.safe_dump(config.to_dict()))
+    path.write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
     return path
 
 

@@ -20,11 +20,11 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 def test_the_embedded_checkpoints_pass(name, tmp_path, capsys):
     """Of their own configurations, a little of every task; short texts, since reading them takes the time."""
     texts = tmp_path / "bible.jsonl"
-    texts.write_text("".join(json.dumps({"text": chapter[:600]}) + "\n" for chapter in chapters("held-out")[:4]))
+    texts.write_text("".join(json.dumps({"text": chapter[:330]}) + "\n" for chapter in chapters("held-out")[:2]))
     arguments = ["--config", str(CONFIGS / f"{name}.yaml"), "--output", str(tmp_path / "out")]
-    assert main([*arguments, "--limit", "21", "--data", f"bible={texts}"]) == 0
+    assert main([*arguments, "--limit", "14", "--data", f"bible={texts}"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "engine at full depth against stock: 0 differences in 25 records"
+    assert lines[0] == "engine at full depth against stock: 0 differences in 16 records"
     assert [line.partition(":")[0] for line in lines[1:]] == ["tasks/exact_match", "bible/bits_per_byte"]
 
 
@@ -73,8 +73,8 @@ def test_what_differs_from_stock(kind, change, words):
 @pytest.mark.parametrize(
     ("right", "tolerance", "fails"),
     [
-        (90, 0.05, True),  # a loss of 0.10, whose one-sided bound is 0.10 - 1.645 * 0.03 = 0.051
-        (90, 0.06, False),
+        (88, 0.05, True),  # a loss of 0.12, whose one-sided bound is 0.12 - 1.645 * 0.0325 = 0.067
+        (88, 0.08, False),
         (99, 0.0, False),  # one in a hundred may be chance
         (100, 0.0, False),
     ],
