@@ -6,7 +6,7 @@ import math
 import numpy
 import pytest
 
-from hf_cdb.risk import betting, hoeffding_bentkus, interval, p_value, upper_limit
+from hf_cdb.risk import betting, fewest, hoeffding_bentkus, interval, p_value, upper_limit
 
 
 def ones(count, of):
@@ -86,6 +86,16 @@ def test_losses_that_no_bound_is_for(losses, words):
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the words are checked below)
         p_value(losses, 0.1, False)
     assert words in str(error.value)
+
+
+def test_the_fewest_examples():
+    """ln .05 / ln .99 is 298.07; a bet pays for not knowing the best stake."""
+    assert fewest(0.01, 0.95, False) == 299
+    assert fewest(0.5, 0.9, False) == 4
+    for limit, confidence in ((0.01, 0.95), (0.3, 0.5)):
+        count = fewest(limit, confidence, True)
+        assert p_value(numpy.zeros(count), limit, True) <= 1 - confidence
+        assert count == 1 or p_value(numpy.zeros(count - 1), limit, True) > 1 - confidence
 
 
 def test_limits_of_the_mean():

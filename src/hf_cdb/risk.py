@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy
 import torch
 
-__all__ = ["betting", "hoeffding_bentkus", "interval", "p_value", "upper_limit"]
+__all__ = ["betting", "fewest", "hoeffding_bentkus", "interval", "p_value", "upper_limit"]
 
 _STAKES = 100  # of the grid; more change the second digit of a p-value
 
@@ -105,6 +105,25 @@ def interval(losses: numpy.ndarray, confidence: float, signed: bool) -> tuple[fl
     each = 1 - (1 - confidence) / 2
     top = 0.0 if signed else 1.0  # losses turned round: gains
     return top - upper_limit(top - numpy.asarray(losses), each, signed), upper_limit(losses, each, signed)
+
+
+def fewest(limit: float, confidence: float, signed: bool) -> int:
+    """Examples that it takes at least to show a loss below the limit: where nothing at all is lost.
+
+    Args:
+        limit: above 0.
+        confidence, signed: as of `upper_limit`.
+    """
+    enough = 1
+    while p_value(numpy.zeros(enough), limit, signed) > 1 - confidence:
+        enough *= 2
+    few = enough // 2
+    while enough - few > 1:
+        middle = (few + enough) // 2
+        few, enough = (
+            (few, middle) if p_value(numpy.zeros(middle), limit, signed) <= 1 - confidence else (middle, enough)
+        )
+    return enough
 
 
 def _checked(losses: numpy.ndarray, signed: bool) -> numpy.ndarray:
