@@ -92,6 +92,10 @@ class Calibration:
         lines += [markdown_table(columns, rows), "", self._verdict()]
         return "\n".join(lines)
 
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
     def _verdict(self) -> str:
         limit = f"a {self.loss} loss below {1 - self.quality:.4g} with confidence {self.confidence}"
         if self.chosen is None:
@@ -205,11 +209,14 @@ def calibrate(
     runs = _Runs(
         model, adapter, tokenizer, task, loss, metric, CDBConfig(exit_rule="never", max_depth=config.max_depth)
     )
-    bar = tqdm(grid, desc="thresholds", disable=not progress)
-    steps = fixed_sequence(
-        lambda value: (bar.update(), runs.sample(configs[value], first))[1], grid, limit, confidence, signed
-    )
-    bar.close()
+    with tqdm(total=len(grid), desc="thresholds", disable=not progress) as bar:
+
+        def measure(threshold: float) -> Sample:
+            sample = runs.sample(configs[threshold], first)
+            bar.update()
+            return sample
+
+        steps = fixed_sequence(measure, grid, limit, confidence, signed)
     slots = (config.kv_slots or 2) if resolved[0].kv_policy in ("first_then_shared", "modular") else None
     settings = (rule, config.lookahead, resolved[0].kv_policy, slots, config.min_depth, depth)
     settings = dict(zip(SETTINGS, settings, strict=True))
