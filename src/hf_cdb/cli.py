@@ -9,6 +9,7 @@ from typing import Any
 from . import calibrate_command, trace_command
 from .bench import overhead, quick, simulate, step, throughput
 from .evaluation import command as evaluation_command
+from .robustness import command as robustness_command
 from .training import gate_command, tables_command, tiny_command
 
 __all__ = ["build_parser", "main"]
@@ -34,6 +35,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
 }
 PLAIN: dict[str, Command] = {
     "calibrate": ("choose the exit threshold that keeps a share of the quality", calibrate_command.add_arguments),
+    "robustness": ("what wrong exit predictions cost, as tables and a picture", robustness_command.add_arguments),
     "eval": ("quality beside speed: a model's tasks at full depth and with cdb", evaluation_command.add_arguments),
 }
 GROUPS = {

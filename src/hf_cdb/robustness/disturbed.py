@@ -8,7 +8,7 @@ import torch
 from ..exits import ExitRule, Wrapped
 from ..precision import at_least_float32
 
-__all__ = ["Disturbed", "Listening", "settledness"]
+__all__ = ["Disturbed", "Listening", "settledness", "threshold_at"]
 
 
 def settledness(rule: ExitRule, score: torch.Tensor) -> torch.Tensor:
@@ -19,6 +19,11 @@ def settledness(rule: ExitRule, score: torch.Tensor) -> torch.Tensor:
     """
     score = at_least_float32(score)
     return score.logit() if rule.higher_is_deeper else -score.clamp(min=0).log()
+
+
+def threshold_at(rule: ExitRule, settled: float) -> float:
+    """The threshold that lies at this `settledness` on the rule's own scale."""
+    return 1 / (1 + math.exp(-settled)) if rule.higher_is_deeper else math.exp(-settled)
 
 
 class Disturbed(Wrapped):
@@ -77,26 +82,32 @@ class Listening(Wrapped):
     """Asks a rule after every loop, and lets nothing leave."""
 
     def __init__(self, rule: ExitRule):
-        self.heard: dict[int, list[torch.Tensor]] = {}  # by loop
+        self._heard: dict[tuple[int, int], list[float]] = {}
         super().__init__(rule)
+
+    def bind(self, adapter, places):
+        super().bind(adapter, places)
+        self._tokens: dict[int, tuple[int, int]] = {}
+
+    def begin(self, places, embeds, start, tokens):
+        self._tokens.update(zip(places.tolist(), tokens, strict=True))
+        super().begin(places, embeds, start, tokens)
 
     def leave(self, places, depths, previous, state, logits):
         super().leave(places, depths, previous, state, logits)
-        if self.rule.score is not None:
-            for depth, score in zip(depths, settledness(self.rule, self.rule.score), strict=True):
-                self.heard.setdefault(depth, []).append(score)
+        if self.rule.score is None:
+            raise ValueError(f"exit_rule={self.rule.name!r} holds no score against its threshold to listen to.")
+        for place, score in zip(places.tolist(), settledness(self.rule, self.rule.score).tolist(), strict=True):
+            self._heard.setdefault(self._tokens[place], []).append(score)
         return [False] * len(depths)
 
     @property
-    def spread(self) -> float:
-        """Standard deviation of the rule's `settledness` among tokens after the same loop, over all loops.
+    def heard(self) -> numpy.ndarray:
+        """`settledness` of every token after every loop that the rule was asked after, `[tokens, loops]`."""
+        return numpy.array(list(self._heard.values()))
 
-        Raises:
-            ValueError: the rule has no score.
-        """
-        if not self.heard:
-            raise ValueError(f"exit_rule={self.rule.name!r} holds no score against its threshold, so it has no spread.")
-        scores = [torch.stack(scores) for scores in self.heard.values()]
-        finite = [part[part.isfinite()].double() for part in scores]
-        squares = sum(float(((part - part.mean()) ** 2).sum()) for part in finite if len(part))
-        return math.sqrt(squares / max(1, sum(map(len, finite)) - len(finite)))
+    @property
+    def spread(self) -> float:
+        """Standard deviation of `settledness` among tokens after the same loop, over all loops."""
+        heard = numpy.where(numpy.isfinite(self.heard), self.heard, numpy.nan)
+        return float(numpy.sqrt(numpy.nanmean((heard - numpy.nanmean(heard, axis=0)) ** 2)))
