@@ -28,9 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rule", help="exit rule with a score, to be disturbed (default the one saved with the model)")
     parser.add_argument("--threshold", type=float, help="of the rule (default the saved one, or the rule's)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="of the study (default all)")
-    parser.add_argument("--examples", type=int, default=32, help="of each task (default %(default)s)")
+    parser.add_argument("--examples", type=int, default=24, help="of each task (default %(default)s)")
     parser.add_argument("--chapters", type=int, default=32, help="of held-out text (default %(default)s)")
-    parser.add_argument("--windows", type=int, default=2, help="of each chapter (default %(default)s)")
+    parser.add_argument("--windows", type=int, default=1, help="of each chapter (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default %(default)s)")
     parser.add_argument("--no-plot", action="store_true", help="draw no picture, which needs matplotlib")
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
             report.add(table.name, {"title": table.title, "rows": table.rows})
         report.write(folder / "robustness.json")
     curve = [(one.mean_depth, one.disagreement().mean) for one in study.curves["text"]]
-    save_plot(picture, draw({table.name: table for table in tables}, curve), panels=3)
+    save_plot(picture, draw({table.name: table for table in tables}, curve), panels=3, dpi=80)
 
 
 def _base(model: Any, rule: str | None, threshold: float | None) -> dict[str, Any]:

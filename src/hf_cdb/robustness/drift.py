@@ -58,16 +58,14 @@ def drift(
         for quality in qualities:
             steps = fixed_sequence(measure, grid, 1 - quality, confidence, signed=False)
             passed = [step for step in steps if step.passed]
-            best = min(passed, key=lambda step: step.mean_depth) if passed else None
-            row = {"calibrated on": name, "quality": quality, "threshold": best and best.threshold}
-            rows += (
-                [
-                    {**row, **_run(model, base, best.threshold, on, 1 - quality, confidence)}
-                    for on in evaluation.values()
-                ]
-                if best
-                else [row]
-            )
+            row = {"calibrated on": name, "quality": quality}
+            if not passed:
+                rows.append({**row, "kept": "no threshold passed"})
+                continue
+            best = min(passed, key=lambda step: step.mean_depth).threshold
+            for other in evaluation.values():
+                found = _run(model, base, best, other, 1 - quality, confidence)
+                rows.append({**row, "threshold": best, **found})
     title = f"Thresholds of {rule} calibrated on one kind of data, with confidence {confidence:g}, and run on another"
     return Table("drift", title, _COLUMNS, rows)
 

@@ -18,19 +18,11 @@ def draw(tables: Mapping[str, Table], curve: Sequence[tuple[float, float]]) -> C
 
     def paint(figure: Any, axes: Sequence[Any]) -> None:
         errors, rules, places = axes
-        for axis, title in ((errors, "errors of the exit signal"), (rules, "exit rules")):
-            axis.plot(*zip(*curve, strict=True), color="0.7", marker=".", label="fixed depths, mixed")
-            axis.set(title=title, xlabel="loops per token of text", ylabel="tokens lost")
-        _points(errors, _on_text(tables["noise"]), _name_of_error)
-        _points(rules, _on_text(tables["rules"]), lambda row: row["rule"])
+        _errors(errors, _on_text(tables["noise"]), curve)
+        _rules(rules, _on_text(tables["rules"]))
         _positions(places, tables["places"])
         for axis in axes:
-            axis.set_ylim(bottom=0)
             axis.legend(fontsize="x-small")
-        # Fixed depths of one loop lose so much more that the rest would be a line.
-        highest = max(row["tokens lost"] for name in ("noise", "rules") for row in _on_text(tables[name]))
-        for axis in (errors, rules):
-            axis.set_ylim(0, 1.3 * highest)
 
     return paint
 
@@ -39,23 +31,24 @@ def _on_text(table: Table) -> list[dict[str, Any]]:
     return [row for row in table.rows if row["data"] == "text"]
 
 
-def _name_of_error(row: Mapping[str, Any]) -> str:
-    if row["bias"]:
-        return f"bias {row['bias']:+g}"
-    return f"noise {row['noise']:g}" if row["noise"] else "undisturbed"
-
-
-def _points(axis: Any, rows: Sequence[Mapping[str, Any]], name_of: Callable[[Mapping[str, Any]], str]) -> None:
+def _errors(axis: Any, rows: Sequence[Mapping[str, Any]], curve: Sequence[tuple[float, float]]) -> None:
+    axis.plot(*zip(*curve, strict=True), color="0.7", marker=".", label="fixed depths, mixed")
     for place, row in enumerate(rows):
-        axis.errorbar(
-            row["loops"],
-            row["tokens lost"],
-            yerr=row["±"],
-            marker="osDv^<>PX*dph"[place % 13],
-            color=f"C{place % 10}",
-            capsize=2,
-            label=name_of(row),
-        )
+        name = f"bias {row['bias']:+g}" if row["bias"] else f"noise {row['noise']:g}" if row["noise"] else "undisturbed"
+        look = {"marker": "osDv^<>PX"[place % 9], "color": f"C{place % 10}", "capsize": 2}
+        axis.errorbar(row["loops"], row["tokens lost"], yerr=row["±"], label=name, **look)
+    # Fixed depths of one loop lose so much more that the rest would be a line.
+    axis.set_ylim(0, 1.3 * max(row["tokens lost"] for row in rows) or None)
+    axis.set(title="errors of the exit signal", xlabel="loops per token of text", ylabel="tokens lost")
+
+
+def _rules(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    names = [f"{row['rule']}, {row['loops']:.2f} loops" for row in rows]
+    lost, widths = ([row[key] for row in rows] for key in ("tokens lost", "±"))
+    axis.errorbar(lost, names, xerr=widths, fmt="o", capsize=2, label="rule")
+    axis.plot([row["mixed depths lose"] for row in rows], names, "x", color="0.5", label="fixed depths, mixed")
+    axis.invert_yaxis()
+    axis.set(title="exit rules", xlabel="tokens of text lost")
 
 
 def _positions(axis: Any, table: Table) -> None:
@@ -64,4 +57,5 @@ def _positions(axis: Any, table: Table) -> None:
     for suffix, label in (("", "undisturbed"), (" with noise", f"noise {NOISE:g}")):
         lost, widths = ([row[f"{key}{suffix}"] for row in rows] for key in ("tokens lost", "±"))
         axis.errorbar(names, lost, yerr=widths, marker="o", capsize=2, label=label)
+    axis.set_ylim(bottom=0)
     axis.set(title="position in the output", xlabel="token of the continuation", ylabel="tokens lost")

@@ -24,7 +24,7 @@ _FIGURES = {
     "loops": ".2f",
     "tokens lost": ".4f",
     "±": ".4f",
-    "lost by chance": ".4f",
+    "mixed depths lose": ".4f",
     "extra bits": "+.4f",
     "± bits": ".4f",
     "exact match lost": "+.4f",
@@ -135,14 +135,15 @@ class Study:
         return Table("places", f"Where tokens are lost, undisturbed and at noise {NOISE:g}", columns, rows)
 
     def figures(self, name: str, reading: Reading) -> dict[str, Any]:
-        """The figures of one reading of one material; "by chance" is what mixed fixed depths of as many loops lose."""
+        """The figures of one reading of one material; "mixed depths" are what
+        fixed depths lose, mixed by a coin to as many loops."""
         lost, extra = reading.disagreement(), reading.extra()
         row = {
             "data": name,
             "loops": reading.mean_depth,
             "tokens lost": lost.mean,
             "±": lost.half_width_95,
-            "lost by chance": mixed(self.curves[name], reading.mean_depth, lambda one: one.disagreement().mean),
+            "mixed depths lose": mixed(self.curves[name], reading.mean_depth, lambda one: one.disagreement().mean),
             "extra bits": extra.mean,
             "± bits": extra.half_width_95,
         }
