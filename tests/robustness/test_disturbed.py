@@ -10,7 +10,8 @@ from hf_cdb import ExitRule
 from hf_cdb.adapters import adapter_for
 from hf_cdb.config import CDBConfig
 from hf_cdb.engine import Engine
-from hf_cdb.exits import RULES, ArgmaxStability, Confidence, Cosine, Gate, LatentDiff
+from hf_cdb.exits import RULES, ArgmaxStability, Gate, Never, Preloop
+from hf_cdb.exits.criteria import Confidence, Cosine, LatentDiff
 from hf_cdb.request import Request
 from hf_cdb.robustness.disturbed import Disturbed, Listening, settledness, threshold_at
 from hf_cdb.sampling import Sampler
@@ -102,8 +103,7 @@ def test_noise_is_normal_and_as_large_as_said():
         share = leaving(Disturbed(Constant(0.5, threshold), noise, bias, unit=unit))
         expected = 0.5 * math.erfc((1.0 / unit - bias) / noise / math.sqrt(2))
         assert share == pytest.approx(expected, abs=4 * math.sqrt(expected * (1 - expected) / 4000))
-    assert leaving(Disturbed(Constant(0.5, 1.0), 100.0)) == 0.0  # a threshold of 1 never leaves
-    assert leaving(Disturbed(Constant(math.nan, 0.5), 100.0)) == 0.0  # and neither does what is no number
+    assert leaving(Disturbed(Constant(math.nan, 0.5), 100.0)) == 0.0  # what is no number never leaves
     one, other = (leaving(Disturbed(Constant(0.5, threshold), 1.0), loop=loop) for loop in (1, 2))
     assert one != other
 
@@ -120,7 +120,12 @@ def test_the_scale_of_settledness():
 
 
 def test_what_cannot_be_disturbed(model):
-    refused(["'argmax-stability'", "no score"], lambda: depths(model, Disturbed(ArgmaxStability(1), 1.0), ROWS))
+    for rule in (ArgmaxStability(1), ArgmaxStability(2), Gate(1.0), Never()):
+        refused(
+            [f"exit_rule={rule.name!r} with threshold", "cannot be disturbed"], lambda rule=rule: Disturbed(rule, 1.0)
+        )
+    preloop = Preloop(lambda embeds: torch.zeros(len(embeds), 4))
+    refused(["'preloop'", "no score"], lambda: depths(model, Disturbed(preloop, 1.0), ROWS))
     refused(["'argmax-stability'", "no score"], lambda: depths(model, Listening(ArgmaxStability(1)), ROWS))
     refused(["noise=-1", "at least 0"], lambda: Disturbed(Cosine(), -1))
     refused(["bias=nan"], lambda: Disturbed(Cosine(), bias=math.nan))

@@ -115,13 +115,33 @@ def test_depths_that_are_mixed(ouro):
     assert mixed(curve, 4.0, value) == pytest.approx(0.0)
 
 
-def test_rules_are_aimed_at_the_depth_of_the_base(ouro):
+@pytest.fixture(scope="module")
+def study(ouro):
     model, words = ouro
     materials = {
         "tasks": task_material(model, words, "test", 1),
-        "text": text_material(model, words, [TEXT], 2, context=20, length=12),
+        "text": text_material(model, words, [TEXT, TEXT[7:]], 1, context=20, length=12),
     }
-    study = Study(model, {"exit_rule": "gate", "exit_threshold": 0.6}, materials, progress=False)
+    return Study(model, {"exit_rule": "gate", "exit_threshold": 0.6}, materials, progress=False)
+
+
+def test_errors_and_policies(study):
+    """The undisturbed row is the base itself, a bias moves the depth its way, and full depth loses nothing."""
+    rows = {(row["noise"], row["bias"]): row for row in study.noise().rows if row["data"] == "text"}
+    base = read(study.model, study.materials["text"], study.base)
+    assert rows[0.0, 0.0] == {"noise": 0.0, "bias": 0.0, **study.figures("text", base)}
+    loops = [rows[0.0, bias]["loops"] for bias in (-1.0, -0.5, 0.0, 0.5, 1.0)]
+    assert loops == sorted(loops, reverse=True)
+    assert loops[0] > loops[-1]
+    rows = {(row["kv policy"], row["rule"], row["lookahead"], row["data"]): row for row in study.policies().rows}
+    assert len(rows) == 4 * 3 * 2
+    assert rows["last_exited", "never", 0, "text"]["tokens lost"] == 0
+    assert rows["last_exited", "gate", 0, "text"]["loops"] == base.mean_depth
+    assert rows["shared", "never", 0, "text"]["tokens lost"] > 0
+
+
+def test_rules_are_aimed_at_the_depth_of_the_base(study):
+    model, materials = study.model, study.materials
     aim = read(model, materials["text"], study.base).mean_depth
     for name, lookahead, rule in study._scored_rules():
         if name in ("gate, same-step head", "latent-diff", "confidence", "gate, lookahead head"):
@@ -162,16 +182,17 @@ def test_drift_runs_what_was_calibrated(monkeypatch):
 
 def test_the_command(tmp_path, capsys):
     folder = tmp_path / "study"
-    arguments = ["--examples", "1", "--chapters", "1", "--parts", "noise", "places", "--output", str(folder)]
+    arguments = ["--examples", "1", "--chapters", "2", "--parts", "places", "--output", str(folder)]
     assert main(["robustness", "tiny-ouro", *arguments]) == 0
     assert (folder / "robustness.md").read_text() in capsys.readouterr().out
     assert "Base setting: exit_rule gate, exit_threshold 0.6." in (folder / "robustness.md").read_text()
     assert not (folder / "robustness.png").exists()  # the tables of the picture are not all there
     found = json.loads((folder / "robustness.json").read_text())
-    with (folder / "noise.csv").open() as file:
+    with (folder / "places.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == len(found["noise"]["rows"]) == 18
-    for row, line in zip(found["noise"]["rows"], rows, strict=True):
+    assert len(rows) == len(found["places"]["rows"])
+    assert "NaN" not in (folder / "robustness.json").read_text()
+    for row, line in zip(found["places"]["rows"], rows, strict=True):
         assert float(line["tokens lost"]) == pytest.approx(row["tokens lost"])
     kinds = {row["part"] for row in found["places"]["rows"] if row["data"] == "tasks"}
     assert {"digit", "letter", "end"} <= kinds
@@ -183,6 +204,7 @@ def test_the_command(tmp_path, capsys):
         (["--rule", "argmax-stability"], "rule='argmax-stability' holds no score"),
         (["--rule", "gates"], "exit_rule='gates' is unknown"),
         (["--examples", "0"], "examples=0"),
+        (["--chapters", "1"], "chapters=1"),
         (["--threshold", "1.5"], "exit_threshold=1.5"),
     ],
 )

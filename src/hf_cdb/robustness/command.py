@@ -44,9 +44,9 @@ def run(arguments: argparse.Namespace) -> None:
         ValueError: arguments that cannot work; before anything runs where possible.
     """
     set_threads(arguments.threads)
-    for name in ("examples", "chapters", "windows"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"{name}={getattr(arguments, name)}: choose at least 1.")
+    for name, least in (("examples", 1), ("chapters", 2), ("windows", 1)):  # intervals need two chapters
+        if getattr(arguments, name) < least:
+            raise ValueError(f"{name}={getattr(arguments, name)}: choose at least {least}.")
     whole = {"noise", "rules", "places"} <= set(arguments.parts)  # what the picture shows
     folder = arguments.output
     picture = folder / "robustness.png" if folder and whole and not arguments.no_plot else None

@@ -40,7 +40,8 @@ class Disturbed(Wrapped):
         seed: of the errors.
 
     Raises:
-        ValueError: noise or unit below 0, or no finite number.
+        ValueError: noise or unit below 0, no finite number, or a threshold that is off the scale, as 1 is, at which a
+            gate lets nothing leave.
     """
 
     def __init__(self, rule: ExitRule, noise: float = 0.0, bias: float = 0.0, *, unit: float = 1.0, seed: int = 0):
@@ -48,6 +49,13 @@ class Disturbed(Wrapped):
             if not math.isfinite(value) or (value < 0 and name != "bias"):
                 raise ValueError(f"{name}={value}: choose a finite number{'' if name == 'bias' else ' of at least 0'}.")
         self.noise, self.bias, self.unit, self.seed = noise, bias, unit, seed
+        threshold = math.nan if rule.threshold is None else float(rule.threshold)
+        self._bar = settledness(rule, torch.tensor(threshold, dtype=torch.float64)).item()
+        if not math.isfinite(self._bar):
+            raise ValueError(
+                f"exit_rule={rule.name!r} with threshold {rule.threshold} cannot be disturbed: errors are on a scale "
+                "for probabilities below 1 and for differences. Choose gate, confidence or a rule of differences."
+            )
         super().__init__(rule)
 
     def configure(self, adapter, depth, lookahead):
@@ -65,8 +73,7 @@ class Disturbed(Wrapped):
 
     def leave(self, places, depths, previous, state, logits):
         flags = super().leave(places, depths, previous, state, logits)
-        threshold = settledness(self.rule, torch.tensor(float(self.rule.threshold), dtype=torch.float64))
-        if not (self.noise or self.bias) or threshold == math.inf:  # a gate's threshold of 1 never leaves
+        if not self.noise and not self.bias:
             return flags
         if self.rule.score is None:
             raise ValueError(
@@ -75,7 +82,7 @@ class Disturbed(Wrapped):
             )
         z = self._z[places.tolist(), numpy.array(depths) - 1]
         error = torch.from_numpy(self.unit * (self.bias + self.noise * z)).to(places.device)
-        return settledness(self.rule, self.rule.score.double()) + error >= threshold.to(places.device)
+        return settledness(self.rule, self.rule.score.double()) + error >= self._bar
 
 
 class Listening(Wrapped):

@@ -1,6 +1,7 @@
 """The parts of the study, each a table."""
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from ..config import CDBConfig
 from ..exit_heads import head_for
 from ..exits import RULES, ExitRule, Gate
 from ..kv_policy import POLICIES
+from ..training.measure import Score
 from .disturbed import Disturbed, Listening, threshold_at
 from .material import CLASSES, Material
 from .reading import Reading, fixed_depths, mixed, read
@@ -142,14 +144,14 @@ class Study:
             "data": name,
             "loops": reading.mean_depth,
             "tokens lost": lost.mean,
-            "±": lost.half_width_95,
+            "±": _half_width(lost),
             "mixed depths lose": mixed(self.curves[name], reading.mean_depth, lambda one: one.disagreement().mean),
             "extra bits": extra.mean,
-            "± bits": extra.half_width_95,
+            "± bits": _half_width(extra),
         }
         if name == "tasks":
             score = reading.score_loss()
-            row |= {"exact match lost": score.mean, "± match": score.half_width_95}
+            row |= {"exact match lost": score.mean, "± match": _half_width(score)}
         return row
 
     def _table(self, name: str, title: str, keys: dict[str, str], settings: Mapping[tuple, dict[str, Any]]) -> Table:
@@ -208,6 +210,11 @@ def _by_part(readings: Mapping[str, Reading], chosen: numpy.ndarray) -> dict[str
         row |= {
             f"loops{suffix}": float(reading.depth[chosen].mean()),
             f"tokens lost{suffix}": lost.mean,
-            f"±{suffix}": lost.half_width_95,
+            f"±{suffix}": _half_width(lost),
         }
     return row
+
+
+def _half_width(score: Score) -> float | None:
+    """Of a 95 % interval; None where one item alone has none."""
+    return None if math.isnan(score.standard_error) else score.half_width_95
