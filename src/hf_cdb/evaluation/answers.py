@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..bench.models import plain_generation
+from ..adapters import adapter_for
 from .config import System
 from .tasks import Example, Task
 
@@ -65,7 +65,11 @@ def _generate(
     longest = max(map(len, rows))
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
-    mode = plain_generation(model) if system.config is None else {"cdb": system.config, "do_sample": False}
+    mode = (
+        {"cdb": system.config}
+        if system.config
+        else {"cdb": False, **adapter_for(model).plain_arguments(system.max_depth)}
+    )
     stops = {"stop_strings": task.stop, "tokenizer": tokenizer} if task.stop else {}
     output = model.generate(
         input_ids=ids,
@@ -73,6 +77,7 @@ def _generate(
         max_new_tokens=task.max_new_tokens,
         eos_token_id=ends or None,
         pad_token_id=pad,
+        do_sample=False,
         return_dict_in_generate=True,
         **mode,
         **stops,

@@ -27,6 +27,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", action="append", default=[], metavar="TASK=FILE", help="data of the same columns for a task"
     )
+    parser.add_argument("--task", action="append", metavar="NAME", help="run this one alone; may be given again")
     parser.add_argument("--limit", type=int, help="examples of every task at most")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="another value of the file, as dtype=bfloat16"
@@ -47,7 +48,14 @@ def config_of(arguments: argparse.Namespace) -> EvaluationConfig:
         if not (task and equals and path):
             raise ValueError(f"data={text!r}: write TASK=FILE, as in gsm8k=questions.jsonl.")
         data[task] = path
-    return load_config(arguments.config, arguments.set, model=arguments.model, data=data, limit=arguments.limit)
+    return load_config(
+        arguments.config,
+        arguments.set,
+        model=arguments.model,
+        tasks=arguments.task,
+        data=data,
+        limit=arguments.limit,
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:

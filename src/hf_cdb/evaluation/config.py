@@ -26,12 +26,14 @@ class System:
         config: settings of cdb, not resolved; None is stock generation at full depth.
         described: the resolved settings, for JSON; None for stock.
         max_depth: loops at most.
+        asks: whether the exit rule runs the coda after every loop.
     """
 
     name: str
     config: CDBConfig | None
     described: dict[str, Any] | None
     max_depth: int
+    asks: bool = False
 
     @property
     def adaptive(self) -> bool:
@@ -54,8 +56,9 @@ class EvaluationConfig:
         revision: of a model on the Hub.
         dtype: of the weights.
         device: of torch, such as "cpu" or "cuda".
-        batch_size: prompts in a batch of stock generation, and choices in a pass. Four times as many prompts go to an
-            engine at a time, of which `max_num_seqs` are in flight.
+        max_depth: full depth of all systems, R; default the model's own number of loops.
+        batch_size: rows in flight: prompts in a batch of stock generation, `max_num_seqs` of cdb where a system names
+            no other, and choices in a pass. Four times as many prompts go to an engine at a time.
         limit: examples of every task at most.
         seed: of the bootstrap.
         draws: of the bootstrap.
@@ -73,6 +76,7 @@ class EvaluationConfig:
     revision: str | None = None
     dtype: str = "float32"
     device: str = "cpu"
+    max_depth: int | None = None
     batch_size: int = 64
     limit: int | None = None
     seed: int = 0
@@ -82,7 +86,7 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r}: choose one of {', '.join(DTYPES)}.")
-        for name, least in (("batch_size", 1), ("limit", 1), ("seed", 0), ("draws", 1)):
+        for name, least in (("max_depth", 1), ("batch_size", 1), ("limit", 1), ("seed", 0), ("draws", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name}={value}: choose at least {least}.")
@@ -114,6 +118,22 @@ class EvaluationConfig:
                 found[name] = settings
         return found
 
+    def with_system(self, name: str) -> "EvaluationConfig":
+        """The same with one system beside stock and engine, and without exit signals.
+
+        Raises:
+            ValueError: there is no such system.
+        """
+        settings = self.settings()
+        if name not in settings:
+            raise ValueError(f"system={name!r}: the systems are {', '.join(settings)}.")
+        kept = (STOCK, ENGINE, name)
+        tasks = [
+            {**spec.to_dict(), "signal": [], "systems": spec.systems and [s for s in spec.systems if s in kept]}
+            for spec in self.task_specs
+        ]
+        return replace(self, cdb={} if name == ENGINE else {name: settings[name]}, sweeps=[], tasks=tasks)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, which make the same evaluation again."""
         return {**asdict(self), "tasks": [spec.to_dict() for spec in self.task_specs]}
@@ -138,6 +158,7 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     model: str | None = None,
+    tasks: Sequence[str] | None = None,
     data: Mapping[str, str] | None = None,
     limit: int | None = None,
 ) -> EvaluationConfig:
@@ -147,6 +168,7 @@ def load_config(
         path: the file.
         overrides: `key=value`, values in YAML, as in `dtype=bfloat16`.
         model, limit: in place of the file's.
+        tasks: names of those to run; default all.
         data: task -> file of the same columns in place of its data, see `TaskSpec.with_data`.
 
     Raises:
@@ -156,13 +178,15 @@ def load_config(
     values = read_yaml(path, overrides)
     values |= {name: value for name, value in (("model", model), ("limit", limit)) if value is not None}
     config = build(EvaluationConfig, values, f"config {str(path)!r}")
+    specs = {spec.name: spec for spec in config.task_specs}
     data = dict(data or {})
-    if unknown := set(data) - {spec.name for spec in config.task_specs}:
-        raise ValueError(
-            f"data: there is no task {sorted(unknown)[0]!r}. Tasks are {', '.join(s.name for s in config.task_specs)}."
-        )
-    tasks = [s.with_data(data[s.name]) if s.name in data else s.to_dict() for s in config.task_specs]
-    return replace(config, tasks=tasks)
+    for argument, names in (("task", tasks or ()), ("data", data)):
+        if unknown := [name for name in names if name not in specs]:
+            raise ValueError(f"{argument}: there is no task {unknown[0]!r}. Tasks are {', '.join(specs)}.")
+    chosen = [specs[name] for name in tasks or specs]
+    kept = {key: loss for key, loss in config.tolerances.items() if key.partition("/")[0] in {s.name for s in chosen}}
+    values = [spec.with_data(data[spec.name]) if spec.name in data else spec.to_dict() for spec in chosen]
+    return replace(config, tasks=values, tolerances=kept)
 
 
 def make_systems(config: EvaluationConfig, model: Any, adapter: LoopAdapter) -> list[System]:
@@ -172,14 +196,19 @@ def make_systems(config: EvaluationConfig, model: Any, adapter: LoopAdapter) -> 
         ValueError: settings that do not exist or that the model cannot follow; or a task that a system cannot run.
     """
     saved = saved_settings(model.generation_config, adapter)
-    systems = [System(STOCK, None, None, adapter.full_depth)]
+    depth = adapter.full_depth if config.max_depth is None else config.max_depth
+    adapter.plain_arguments(depth)  # refuses what stock generation cannot run
+    systems = [System(STOCK, None, None, depth)]
+    common = {"max_num_seqs": config.batch_size, "max_depth": config.max_depth}
     for name, settings in config.settings().items():
         try:
-            cdb = CDBConfig.create(settings, saved, adapter)
-            described = cdb.described(adapter)
+            if settings is not True and not isinstance(settings, Mapping):
+                raise ValueError(f"{settings!r}: give settings of cdb, or true for those saved with the model.")
+            cdb = CDBConfig.create({**common, **({} if settings is True else settings)}, saved, adapter)
+            described, asks = cdb.described(adapter), cdb.resolve(adapter).exit_rule.needs_logits
         except ValueError as error:
             raise ValueError(f"system {name!r}: {error}") from error
-        systems.append(System(name, cdb, described, described["max_depth"]))
+        systems.append(System(name, cdb, described, described["max_depth"], asks))
     for spec in config.task_specs:
         _check_task(spec, systems)
     return systems
@@ -194,7 +223,7 @@ def _check_task(spec: TaskSpec, systems: Sequence[System]) -> None:
         system = systems[names.index(name)]
         if not system.adaptive or (spec.systems is not None and name not in spec.systems):
             raise ValueError(f"signal of task {spec.name!r}: {name!r} has no exit rule there. Name one that has.")
-    if STOCK not in (spec.systems or [STOCK]):
+    if spec.systems is not None and STOCK not in spec.systems:
         raise ValueError(f"systems of task {spec.name!r}: {STOCK!r} is missing, which all are compared with. Add it.")
     if spec.kind == "loglikelihood":
         for system in systems:

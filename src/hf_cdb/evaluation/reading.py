@@ -31,12 +31,13 @@ def read_example(
     """
     spec = task.spec
     start = time.perf_counter()
-    windows = cut_windows(model, tokenizer, [example.prompt], length=spec.length, context=spec.context)
+    sizes = {"length": spec.length, "context": spec.context, "depth": system.max_depth}
+    windows = cut_windows(model, tokenizer, [example.prompt], **sizes)
     size = sum(sum(window.sizes[spec.context :]) for window in windows)
     tokens = len(windows) * (spec.length - spec.context)
     if system.config is None:
-        bits = _bits_by_depth(model, windows, spec.context)
-        full = str(adapter.full_depth)
+        bits = _bits_by_depth(model, windows, spec.context, system.max_depth)
+        full = str(system.max_depth)
         found = {"bits": bits[full], "bits_by_depth": bits, "agreement": 1.0, "depths": {full: tokens}}
     else:
         text = read_text(model, windows, system.config, context=spec.context)
@@ -47,12 +48,13 @@ def read_example(
     return {**found, "bytes": size, "tokens": tokens, "seconds": time.perf_counter() - start}
 
 
-def _bits_by_depth(model: Any, windows: list[Window], context: int) -> dict[str, float]:
-    """Bits of all scored tokens when everything runs the same depth, from plain passes."""
+def _bits_by_depth(model: Any, windows: list[Window], context: int, full: int) -> dict[str, float]:
+    """Bits of all scored tokens when everything runs the same depth, up to the full one, from plain passes."""
+    depths = list(range(1, full + 1))
     bits: dict[str, float] = {}
     for window in windows:  # one at a time: the logits of all depths of a real model are large
         targets = torch.tensor(window.targets[context:])
-        for depth, logits in logits_by_depth(model, torch.tensor([window.inputs])).items():
+        for depth, logits in logits_by_depth(model, torch.tensor([window.inputs]), depths=depths).items():
             lines = at_least_float32(logits[0, context:])
             loss = nn.functional.cross_entropy(lines, targets.to(lines.device), reduction="sum")
             bits[str(depth)] = bits.get(str(depth), 0.0) + float(loss) / math.log(2)

@@ -101,9 +101,14 @@ class RecordFile:
         """Put the records into `records.jsonl` in this order, in place of the files of the processes.
 
         Raises:
-            KeyError: one is missing.
+            ValueError: one is missing.
         """
-        found = self.read()
+        found, order = self.read(), list(order)
+        if missing := [key for key in order if key not in found]:
+            raise ValueError(
+                f"output={str(self.folder)!r} lacks {len(missing)} of {len(order)} records, the first {missing[0]}. "
+                "All processes have to write into the same folder: name one that they share."
+            )
         records = [found[key] for key in order]
         whole = self.folder / "records.jsonl"
         fresh = whole.with_suffix(".new")

@@ -8,18 +8,18 @@ from typing import Any
 from ..bench.report import markdown_table, save_plot
 from .config import ENGINE, STOCK
 
-__all__ = ["save_csv", "save_picture", "to_markdown"]
+__all__ = ["LOWER_IS_BETTER", "save_csv", "save_picture", "to_markdown"]
 
-_LOWER_IS_BETTER = ("bits_per_byte", "perplexity")
-_NO_QUALITY = ("length", "cut_off", "first_divergence", "identical", "perplexity")
-_MOST_PANELS = 3
+LOWER_IS_BETTER = ("bits_per_byte", "perplexity")
+_NO_QUALITY = ("length", "cut_off", "agreement", "perplexity", "identical", "first_divergence")
+_MOST_METRICS = 3
 
 
 def to_markdown(results: Mapping[str, Any]) -> str:
     """A row for every system; below, the curve by depth and the exit signal where there are any."""
     systems = results["systems"]
     metrics = list(dict.fromkeys(metric for system in systems for metric in system["scores"]))
-    shown = [metric for metric in metrics if metric.rpartition("/")[2] not in ("identical", "first_divergence")]
+    shown = [metric for metric in metrics if not metric.endswith(("/identical", "/first_divergence"))]
     columns = {"system": "", "mean depth": ".2f", "fewer loops": ".2f", "FLOP bound": ".2f", "tokens/s": ".0f"}
     columns |= dict.fromkeys(shown, "")
     rows = []
@@ -85,7 +85,8 @@ def save_picture(path: Path, results: Mapping[str, Any]) -> None:
     """Quality against mean depth, and against tokens per second with what the FLOP bound would allow.
 
     One row of panels: two for each of the first three metrics that tell quality; those of tasks that generate nothing
-    have depth alone.
+    have depth alone. Bars are 95 % intervals: of stock that of its score, of others that of their difference to stock,
+    example by example.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -93,17 +94,22 @@ def save_picture(path: Path, results: Mapping[str, Any]) -> None:
     panels = _panels(results)
 
     def draw(figure: Any, axes: Any) -> None:
-        for axis, (metric, against) in zip(axes if len(panels) > 1 else [axes], panels, strict=True):
+        axes = axes if len(panels) > 1 else [axes]
+        for axis, (metric, against) in zip(axes, panels, strict=True):
             _draw(axis, results["systems"], metric, against)
+        axes[0].legend(fontsize="x-small")
 
     save_plot(path, draw, panels=len(panels))
 
 
 def _panels(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     generating = {task["name"] for task in results["tasks"] if task["kind"] == "generate"}
-    metrics = [m for m in results["systems"][0]["scores"] if m.rpartition("/")[2] not in _NO_QUALITY]
+    found = dict.fromkeys(metric for system in results["systems"] for metric in system["scores"])
+    metrics = [metric for metric in found if metric.rpartition("/")[2] not in _NO_QUALITY]
+    # Where nothing else tells quality, agreement with full depth does.
+    metrics = [metric for metric in metrics if not metric.endswith("/token_agreement")] or metrics
     panels = []
-    for metric in metrics[:_MOST_PANELS]:
+    for metric in metrics[:_MOST_METRICS]:
         speeds = ["tokens_per_second"] if metric.rpartition("/")[0] in generating else []
         panels += [(metric, against) for against in ["mean_depth", *speeds]]
     return panels
@@ -120,16 +126,15 @@ def _draw(axis: Any, systems: list[Mapping[str, Any]], metric: str, against: str
         if score is None:
             continue
         x, full = system["tasks"][task][against], system["name"] in (STOCK, ENGINE)
-        error = [[score["mean"] - score["low"]], [score["high"] - score["mean"]]]
-        bars = axis.errorbar(
-            [x], [score["mean"]], yerr=error, marker="s" if full else "o", capsize=3, label=system["name"]
-        )
+        spread = score["difference"] or score
+        error = [[spread["mean"] - spread["low"]], [spread["high"] - spread["mean"]]]
+        marker = "s" if full else "o"
+        bars = axis.errorbar([x], [score["mean"]], yerr=error, marker=marker, capsize=3, label=system["name"])
         if speed and not full:
             bound = engine * system["tasks"][task]["flop_bound"]
             color = bars.lines[0].get_color()
             axis.plot([x, bound], [score["mean"]] * 2, ":|", color=color, linewidth=1)
-    worse = " (less is better)" if metric.rpartition("/")[2] in _LOWER_IS_BETTER else ""
+    worse = " (less is better)" if metric.rpartition("/")[2] in LOWER_IS_BETTER else ""
     axis.set_ylabel(metric + worse)
     axis.set_xlabel("tokens per second; | is engine times the FLOP bound" if speed else "mean depth (loops per token)")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize="x-small")

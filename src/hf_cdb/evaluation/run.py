@@ -165,6 +165,7 @@ def evaluate(config: EvaluationConfig, output: Path, progress: bool = True) -> d
     state.wait_for_everyone()
     file = RecordFile(output, state.process_index)
     file.repair()
+    state.wait_for_everyone()
     done = file.read()
     state.wait_for_everyone()  # all have read the same records before anyone writes more
     shown = progress and state.is_main_process
@@ -192,7 +193,7 @@ def evaluate(config: EvaluationConfig, output: Path, progress: bool = True) -> d
             {"name": task.name, "kind": task.kind, "examples": len(task.examples), "metrics": task.spec.metrics}
             for task in session.tasks
         ],
-        **summarise(config, sizes, session.tasks, session.systems, records),
+        **summarise(config, sizes, session.adapter.coda_parameter_count(), session.tasks, session.systems, records),
     }
     (output / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return results

@@ -76,6 +76,7 @@ def columns_of(kind: str, records: Records, stock: Records) -> dict[str, Column]
 def summarise(
     config: EvaluationConfig,
     sizes: Mapping[str, Any],
+    coda: int,
     tasks: Sequence[Task],
     systems: Sequence[System],
     records: Records,
@@ -84,17 +85,23 @@ def summarise(
 
     Args:
         sizes: of `bench.report.model_sizes`.
+        coda: parameters of the layers after the loop and the head.
+        systems: "stock", which gives full depth, first.
         records: of all tasks and systems, examples in order.
     """
     of: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for record in records:
         of[record["task"], record["system"]].append(record)
     bootstrap = {"seed": config.seed, "draws": config.draws}
-    bound = {"once": sizes["parameters_once"], "per_loop": sizes["parameters_per_loop"], "full_depth": sizes["loops"]}
+    bound = {
+        "once": sizes["parameters_once"],
+        "per_loop": sizes["parameters_per_loop"],
+        "full_depth": systems[0].max_depth,
+    }
     rows = []
     for system in systems:
         row: dict[str, Any] = {"name": system.name, "cdb": system.described, "scores": {}, "groups": {}}
-        parts, depths, timed = {}, Counter(), []
+        parts, depths, asks, timed = {}, Counter(), 0, []
         for task in tasks:
             own, stock = of[task.name, system.name], of[task.name, STOCK]
             if not own:
@@ -109,11 +116,13 @@ def summarise(
                 score["difference"] = other and paired_difference(column, other, **bootstrap)
                 row["scores"][f"{task.name}/{metric}"] = score
             row["groups"] |= _groups(task, own, bootstrap)
-            spent = _depths(own, system)
-            parts[task.name] = {**_cost(spent, bound), **_speed(own if task.kind == "generate" else [])}
-            depths += spent
+            spent, asked = _depths(own, system), _asks(own, system)
+            parts[task.name] = {**_cost(spent, bound, coda * asked), **_speed(own if task.kind == "generate" else [])}
+            depths, asks = depths + spent, asks + asked
             timed += own if task.kind == "generate" else []
-        rows.append({**row, **_cost(depths, bound), **_speed(timed), "tasks": parts})
+        if not parts:  # none of the tasks that run lists it
+            continue
+        rows.append({**row, **_cost(depths, bound, coda * asks), **_speed(timed), "tasks": parts})
     return {
         "systems": rows,
         "depth_curve": {t.name: _depth_curve(of[t.name, STOCK], bootstrap) for t in tasks if t.kind == "text"},
@@ -126,7 +135,7 @@ def _groups(task: Task, records: Records, bootstrap: Mapping[str, Any]) -> dict[
     groups: dict[str, dict[str, Any]] = {}
     for group in dict.fromkeys(r["group"] for r in records if r["group"]):
         members = [r for r in records if r["group"] == group]
-        for metric in members[0]["scores"]:
+        for metric in members[0].get("scores", ()):  # texts have none of their own
             score = interval([r["scores"][metric] for r in members], **bootstrap)
             groups.setdefault(f"{task.name}/{metric}", {})[group] = score
     return groups
@@ -146,13 +155,24 @@ def _depths(records: Records, system: System) -> Counter:
     return spent
 
 
-def _cost(depths: Counter, bound: Mapping[str, int]) -> dict[str, Any]:
-    mean = sum(depth * count for depth, count in depths.items()) / sum(depths.values())
+def _asks(records: Records, system: System) -> int:
+    """How often the exit rule ran the coda: after every loop but the last possible one, and never for a prompt."""
+    if not system.asks:
+        return 0
+    # The first token of an answer is the prompt's.
+    rows = [{**r, "depths": r["depths"][1:]} if isinstance(r["depths"], list) else r for r in records]
+    return sum(min(depth, system.max_depth - 1) * count for depth, count in _depths(rows, system).items())
+
+
+def _cost(depths: Counter, bound: Mapping[str, int], asked: int) -> dict[str, Any]:
+    """What the depths come to; `asked` are the parameters that the exit rule ran, all tokens together."""
+    tokens = sum(depths.values())
+    mean = sum(depth * count for depth, count in depths.items()) / tokens
     return {
         "mean_depth": mean,
         "depths": {str(depth): depths[depth] for depth in sorted(depths)},
         "loops_ratio": bound["full_depth"] / mean,
-        "flop_bound": flop_bound(**bound, mean_depth=mean),
+        "flop_bound": flop_bound(**bound, mean_depth=mean, asked=asked / tokens),
     }
 
 

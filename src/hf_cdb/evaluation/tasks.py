@@ -22,7 +22,7 @@ class Example:
     Attributes:
         id: unique in the task.
         prompt: the text sent, shots and templates applied; of kind "text" the text itself.
-        reference: what an answer is held against; of kind "loglikelihood" the right choice; of kind "text" empty.
+        reference: what an answer is held against; of kind "loglikelihood" the right choice; empty without metrics.
         choices: of kind "loglikelihood", with the space that separates them from the prompt.
         answer: index of the right choice.
         group: name of the part of the task that it belongs to.
@@ -108,9 +108,16 @@ def load_task(spec: Mapping[str, Any] | TaskSpec, tokenizer: PreTrainedTokenizer
         right = _right(row, spec) if choices else None
         if choices and not spec.chat:
             choices = tuple(f" {choice}" for choice in choices)
-        reference = "" if spec.kind == "text" else choices[right] if choices else _fill(spec.reference, row, spec)
+        reference = choices[right] if choices else _fill(spec.reference, row, spec) if spec.metrics else ""
         group = _fill(spec.group, row, spec) if spec.group else ""
         examples.append(Example(str(index), _sent(asked, turns, spec, tokenizer), reference, choices, right, group))
+    if spec.kind == "text":
+        examples = [one for one in examples if len(tokenizer.tokenize(one.prompt)) >= spec.length]
+        if not examples:
+            raise ValueError(
+                f"length={spec.length} of task {spec.name!r}: none of its {len(rows)} texts has so many tokens. Choose "
+                "shorter windows, or longer texts."
+            )
     return Task(spec, examples, add_special_tokens=not spec.chat)
 
 
