@@ -41,7 +41,7 @@ def test_the_sequence_ends_at_the_first_that_fails():
     "risks",
     [
         [0.02, 0.05, 0.08, 0.1, 0.101, 0.12, 0.2],  # the fifth is the first beyond the limit, and only just
-        [0.1001] * 7,  # all are: only luck lets one pass
+        [0.1001] * 80,  # all are: with so many tries luck would let one pass, were they not one sequence
         [0.02, 0.11, 0.03, 0.2, 0.05, 0.3],  # not in the order of the thresholds
     ],
 )
