@@ -74,6 +74,14 @@ def test_other_settings_than_those_calibrated(calibrated, settings, words):
     refused(["quality=0.9 with", *words], lambda: threshold(calibrated, quality=0.9, **settings))
 
 
+def test_a_description_names_the_threshold(calibrated):
+    adapter = adapter_for(calibrated)
+    config = CDBConfig(exit_rule="confidence", quality=0.95)
+    described = config.described(adapter)
+    assert (described["exit_threshold"], described["quality"]) == (0.22, None)
+    assert CDBConfig(**described).resolve(adapter).exit_rule.threshold == 0.22
+
+
 def test_a_policy_of_slots(ouro):
     remember(ouro, dataclasses.replace(FOUND, kv_policy="modular", kv_slots=2))
     modular = {"exit_rule": "confidence", "kv_policy": "modular", "quality": 0.9}

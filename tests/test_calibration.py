@@ -219,7 +219,7 @@ def test_what_cannot_be_calibrated(model, rows, given, words):
 
 
 def test_tasks_without_a_loss(model, rows):
-    text = load_task({"name": "t", "kind": "text", "data": str(rows)}, tokenizer())
+    text = load_task({"name": "t", "kind": "text", "data": str(rows), "length": 4, "context": 2}, tokenizer())
     refused(["loss='score'", "no metric"], lambda: calibrate(model, tokenizer(), text, 0.5))
 
 

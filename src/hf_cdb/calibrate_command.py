@@ -83,6 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError, OSError: arguments that cannot work; before anything runs.
     """
     set_threads(arguments.threads)
+    if arguments.limit is not None and arguments.limit < 1:
+        raise ValueError(f"limit={arguments.limit}: choose at least 1.")
     if arguments.save and not Path(arguments.model).is_dir():
         raise ValueError(
             f"save: model={arguments.model!r} is no folder of yours that a generation_config.json could be written "

@@ -309,6 +309,7 @@ class CDBConfig:
             **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
             "exit_rule": resolved.exit_rule.name,
             "exit_threshold": resolved.exit_rule.threshold,
+            "quality": None,  # the threshold is what it stood for
             "max_depth": resolved.max_depth,
             "kv_policy": resolved.kv_policy,
         }

@@ -74,10 +74,15 @@ def betting(losses: numpy.ndarray, limit: float) -> float:
         losses: `[examples]` in [-1, 1], x.
         limit: a; 1 or more holds for certain.
     """
+    return _bet(*numpy.unique(losses, return_counts=True), limit)
+
+
+def _bet(values: numpy.ndarray, counts: numpy.ndarray, limit: float) -> float:
+    """`betting` for losses of which every value occurs so often."""
     if limit >= 1:
         return 0.0
     stakes = (numpy.arange(_STAKES) + 0.5) / _STAKES / (1 - limit)
-    growth = numpy.log1p(stakes[:, None] * (limit - losses)).sum(axis=1)
+    growth = numpy.log1p(stakes[:, None] * (limit - values)) @ counts
     return float(numpy.exp(min(0.0, numpy.log(_STAKES) - numpy.logaddexp.reduce(growth))))
 
 
@@ -114,15 +119,18 @@ def fewest(limit: float, confidence: float, signed: bool) -> int:
         limit: above 0.
         confidence, signed: as of `upper_limit`.
     """
-    enough = 1
-    while p_value(numpy.zeros(enough), limit, signed) > 1 - confidence:
-        enough *= 2
-    few = enough // 2
+
+    def shown(count: int) -> bool:
+        # Hoeffding's bound of no loss is the chance of none among so many.
+        p = _bet(numpy.zeros(1), numpy.array([count]), limit) if signed else (1 - limit) ** count
+        return p <= 1 - confidence
+
+    few, enough = 0, 1
+    while not shown(enough):
+        few, enough = enough, 2 * enough
     while enough - few > 1:
         middle = (few + enough) // 2
-        few, enough = (
-            (few, middle) if p_value(numpy.zeros(middle), limit, signed) <= 1 - confidence else (middle, enough)
-        )
+        few, enough = (few, middle) if shown(middle) else (middle, enough)
     return enough
 
 

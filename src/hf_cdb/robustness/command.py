@@ -94,20 +94,17 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _base(model: Any, rule: str | None, threshold: float | None) -> dict[str, Any]:
-    """The setting to study: what the command line names, or what is saved with the model."""
+    """The rule and threshold to study: what the command line names, or what is saved; all else is the default."""
     adapter = adapter_for(model)
     asked = {name: value for name, value in (("exit_rule", rule), ("exit_threshold", threshold)) if value is not None}
     config = CDBConfig.create(asked or True, saved_settings(model.generation_config, adapter), adapter)
-    resolved = CDBConfig(
-        exit_rule=config.exit_rule, exit_threshold=config.exit_threshold, quality=config.quality
-    ).resolve(adapter)
     name = rule_name(config.exit_rule, adapter)
     if name in ("never", "replay", "preloop", "argmax-stability") or not isinstance(name, str):
         raise ValueError(
             f"rule={config.exit_rule!r} holds no score against its threshold that errors could be added to. Name "
             "gate, confidence or a rule of differences by --rule."
         )
-    return {"exit_rule": name, "exit_threshold": resolved.exit_rule.threshold}
+    return {"exit_rule": name, "exit_threshold": config.resolve(adapter).exit_rule.threshold}
 
 
 def _section(table: Table) -> str:

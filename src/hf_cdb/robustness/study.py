@@ -78,8 +78,12 @@ class Study:
         self.model, self.base, self.materials = model, dict(base), materials
         self.seed, self.progress = seed, progress
         self.adapter = adapter_for(model)
+
+    @functools.cached_property
+    def curves(self) -> dict[str, list[Reading]]:
+        """All tokens at depth 1, 2, ... of every material."""
         full = self.adapter.full_depth
-        self.curves = {name: fixed_depths(model, material, full) for name, material in materials.items()}
+        return {name: fixed_depths(self.model, material, full) for name, material in self.materials.items()}
 
     @functools.cached_property
     def spread(self) -> float:
