@@ -11,8 +11,9 @@ from .rows import depth_rows
 
 __all__ = ["depth_figure", "schedule_figure", "schedule_grid"]
 
-_CELL = 0.24  # inches, of a token's width and of a request's height at most
-_TEXT = 14  # characters of a token that fit into its cell
+_CELL = 0.24  # inches, of a token's width and of a request's height
+_LETTER = 0.08  # inches of a letter in a cell
+_TEXT = 14  # letters of a token that are shown at most
 
 
 def depth_figure(
@@ -43,7 +44,10 @@ def depth_figure(
     grid = numpy.zeros((len(rows), longest), dtype=int)
     for line, row in enumerate(rows):
         grid[line, : len(row.depths)] = row.depths
-    figure = _figure(width=2.5 + _CELL * longest, height=1.0 + 1.1 * len(rows))
+    letters = min(_TEXT, max(len(text) for row in rows for text in row.tokens))
+    titled = _LETTER * max(len(row.title) for row in rows)
+    height = max(0.4, 0.15 + _LETTER * letters) * len(rows)
+    figure = _figure(width=1.5 + titled + _CELL * longest, height=0.8 + height)
     axes = figure.subplots()
     colours = _draw(axes, grid, full_depth)
     for line, row in enumerate(rows):
@@ -146,5 +150,5 @@ def _draw(axes: Any, grid: numpy.ndarray, full_depth: int) -> list[str]:
 
 def _legend(figure: Any, axes: Any, full_depth: int) -> None:
     """A bar of the colours, with ten numbers at most."""
-    bar = figure.colorbar(axes.images[0], ax=axes, label="loop")
+    bar = figure.colorbar(axes.images[0], ax=axes, label="loop", fraction=0.05, aspect=30)
     bar.set_ticks(range(1, full_depth + 1, -(-full_depth // 10)))

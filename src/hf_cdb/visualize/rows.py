@@ -56,8 +56,6 @@ def depth_rows(
         full_depth = max((depth for depths in exit_depths for depth in depths), default=1) or 1
     if tokenizer is None and not all(isinstance(token, str) for ids in sequences for token in ids):
         raise ValueError("tokenizer=None, but sequences holds token ids. Pass the tokenizer, or each token's text.")
-            "tokenizer=None, but sequences holds token ids. Pass the tokenizer, or the text of each token."
-        )
     visible = cache(lambda token: visible_text(token if tokenizer is None else token_text(tokenizer, token)))
     rows = []
     for row, (title, ids, depths) in enumerate(zip(titles, sequences, exit_depths, strict=True)):
