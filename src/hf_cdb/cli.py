@@ -8,6 +8,7 @@ from typing import Any
 
 from . import trace_command
 from .bench import overhead, quick, simulate, step, throughput
+from .evaluation import command as evaluation_command
 from .hub import command as hub_command
 from .training import gate_command, tables_command, tiny_command
 
@@ -36,7 +37,9 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "overhead": ("time of a launch that the engine takes itself", overhead.add_arguments),
     },
 }
-PLAIN: dict[str, Command] = {}
+PLAIN: dict[str, Command] = {
+    "eval": ("quality beside speed: a model's tasks at full depth and with cdb", evaluation_command.add_arguments),
+}
 GROUPS = {
     "trace": "look at recorded runs",
     "train": "train models",

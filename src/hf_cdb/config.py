@@ -267,6 +267,21 @@ class CDBConfig:
             self, max_depth=depth, exit_rule=rule, exit_threshold=None, exit_depths=None, kv_policy=policy
         )
 
+    def described(self, adapter: LoopAdapter) -> dict[str, Any]:
+        """All settings by name, with what the model decides filled in; an exit rule by its name and threshold.
+
+        Raises:
+            ValueError: as `resolve`.
+        """
+        resolved = self.resolve(adapter)
+        return {
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
+            "exit_rule": resolved.exit_rule.name,
+            "exit_threshold": resolved.exit_rule.threshold,
+            "max_depth": resolved.max_depth,
+            "kv_policy": resolved.kv_policy,
+        }
+
     def _why_nothing_leaves(self, rule: ExitRule, depth: int, name: str) -> str | None:
         """The reason and the way out where every token would run `depth` loops though exits are on."""
         if rule.name in ("never", "replay"):

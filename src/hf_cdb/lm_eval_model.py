@@ -95,7 +95,7 @@ class CDBHarnessModel(HFLM):
             self._record({"requests": "generate_until", "cdb": False})
         else:
             self.cdb_stats.append(stats)
-            self._record({"requests": "generate_until", **self._settings(cdb)}, stats)
+            self._record({"requests": "generate_until", **cdb.described(self._adapter)}, stats)
         return output.sequences
 
     def _config_of_task(self, cdb: Any) -> CDBConfig | bool:
@@ -112,7 +112,7 @@ class CDBHarnessModel(HFLM):
                 "generates, or pass exit_rule=never, with max_depth=... for that number."
             )
         self._adapter.plain_arguments(self._resolved.max_depth)  # refuses a depth before anything runs
-        self._record({"requests": "loglikelihood", **self._settings(self.cdb_config)})
+        self._record({"requests": "loglikelihood", **self.cdb_config.described(self._adapter)})
         return super()._loglikelihood_tokens(*args, **kwargs)
 
     def _model_call(self, inps: torch.Tensor) -> torch.Tensor:
@@ -127,18 +127,6 @@ class CDBHarnessModel(HFLM):
             dtype=self.mixed_precision_dtype,
             enabled=self.mixed_precision_dtype is not None,
         )
-
-    def _settings(self, config: CDBConfig) -> dict[str, Any]:
-        """All settings, with what the model decides filled in."""
-        resolved = config.resolve(self._adapter)
-        settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-        return {
-            **settings,
-            "exit_rule": resolved.exit_rule.name,
-            "exit_threshold": resolved.exit_rule.threshold,
-            "max_depth": resolved.max_depth,
-            "kv_policy": resolved.kv_policy,
-        }
 
     def _record(self, settings: dict[str, Any], stats: CDBStats | None = None) -> None:
         counts = next((counts for ran, counts in self._ran if ran == settings), None)

@@ -1,6 +1,7 @@
 """Rows of a task, through `datasets`: files, builders of this package, or the Hub."""
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..training.text import chapters
 __all__ = ["BUILDERS", "LAYOUTS", "load_rows"]
 
 _SUFFIXES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-_KEYS = ("path", "name", "split", "revision", "skip")
+_KEYS = ("path", "name", "split", "revision", "files", "skip")
 
 
 def _tasks(split: str = "test", count: int = 64, seed: int = 0) -> Dataset:
@@ -69,9 +70,10 @@ def load_rows(data: str | Mapping[str, Any], layout: str | None = None, limit: i
     """The rows of a data set, in its order.
 
     Args:
-        data: a file or folder; or `{path, name, split, revision}` for `datasets.load_dataset`, where path may be a
-            file or folder too; or `{builder: tasks, split, count, seed}` and `{builder: bible, split}` for what comes
-            with this package. `skip` leaves out the first so many rows.
+        data: a file or folder, or a mapping: `{path}` of one; `{path, name, split, revision, files}` for
+            `datasets.load_dataset`, where the split is "test" unless given; `{builder: tasks, split, count, seed}` or
+            `{builder: bible, split}` for what comes with this package. `skip`, beside a path, leaves out the first so
+            many rows.
         layout: see `LAYOUTS`.
         limit: rows at most.
 
@@ -91,7 +93,7 @@ def load_rows(data: str | Mapping[str, Any], layout: str | None = None, limit: i
         skip = given.pop("skip", 0)
         dataset = _load(**given)
     rows = []
-    for row in dataset.skip(skip) if skip else dataset:
+    for row in islice(dataset, skip, None):
         if limit is not None and len(rows) == limit:
             break
         more = LAYOUTS[layout](row) if layout is not None else {}
@@ -112,12 +114,17 @@ def _build(given: dict[str, Any]) -> Dataset:
         raise ValueError(f"builder {name!r} with {given}: {error}.") from error
 
 
-def _load(path: str, name: str | None = None, split: str | None = None, revision: str | None = None) -> Dataset:
+def _load(path: str, split: str | None = None, files: str | None = None, **options: Any) -> Dataset:
     file = Path(path)
-    if file.is_dir() and (file / "dataset_info.json").exists():
+    local = file.suffix in _SUFFIXES or file.is_dir()
+    if local and (split or files or options):
+        raise ValueError(
+            f"data: {path!r} lies here and has no split, files, name or revision to choose. Name it alone."
+        )
+    if file.is_dir():
         return load_from_disk(path)
-    if file.suffix in _SUFFIXES:
+    if local:
         if not file.is_file():
             raise FileNotFoundError(f"data={path!r}: there is no such file.")
-        return load_dataset(_SUFFIXES[file.suffix], data_files=path, split="train")
-    return load_dataset(path, name, split=split or "test", revision=revision)
+        return load_dataset(_SUFFIXES[file.suffix], data_files=path, split="train")  # its name for all of a file
+    return load_dataset(path, data_files=files, split=split or "test", **options)

@@ -40,6 +40,7 @@ class TaskSpec:
         metrics: of answers; a name or NAME:VARIANT, such as "exact_match:strict".
         limit: the first so many examples; None is all.
         length, context: of kind "text": tokens of a window, of which the first `context` are given and not scored.
+            Texts of fewer tokens than a window are left out.
         signal: of kind "text": names of systems whose exit signal is held against full depth; each costs one more
             reading at full depth.
         systems: names of the systems that run it; None is all.

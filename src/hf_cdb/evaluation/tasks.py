@@ -111,6 +111,13 @@ def load_task(spec: Mapping[str, Any] | TaskSpec, tokenizer: PreTrainedTokenizer
         reference = "" if spec.kind == "text" else choices[right] if choices else _fill(spec.reference, row, spec)
         group = _fill(spec.group, row, spec) if spec.group else ""
         examples.append(Example(str(index), _sent(asked, turns, spec, tokenizer), reference, choices, right, group))
+    if spec.kind == "text":
+        examples = [one for one in examples if len(tokenizer.tokenize(one.prompt)) >= spec.length]
+        if not examples:
+            raise ValueError(
+                f"length={spec.length} of task {spec.name!r}: none of its {len(rows)} texts has so many tokens. Choose "
+                "shorter windows, or longer texts."
+            )
     return Task(spec, examples, add_special_tokens=not spec.chat)
 
 

@@ -92,6 +92,7 @@ def cut_windows(
     *,
     length: int = 128,
     context: int = 64,
+    depth: int | None = None,
 ) -> list[Window]:
     """Windows of `length` tokens, of which all after the first `context` are scored, each token once.
 
@@ -103,6 +104,7 @@ def cut_windows(
         texts: to cut; those shorter than a window give none.
         length: tokens of a window.
         context: less than `length`, at least 1.
+        depth: loops of full depth, where they are not the model's own number.
 
     Raises:
         ValueError: a context that leaves nothing to score, or texts that are all too short.
@@ -120,7 +122,7 @@ def cut_windows(
             windows.append(Window(index, inputs[part], ids[part], sizes[part]))
     if not windows:
         raise ValueError(f"texts: none of {len(texts)} has length={length} tokens. Give longer texts.")
-    depth = adapter_for(model).full_depth
+    depth = adapter_for(model).full_depth if depth is None else depth
     for first in range(0, len(windows), 16):
         chosen = windows[first : first + 16]
         logits = logits_by_depth(model, torch.tensor([window.inputs for window in chosen]), depths=[depth])[depth]
