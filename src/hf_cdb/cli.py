@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from . import trace_command
+from . import calibrate_command, trace_command
 from .bench import overhead, quick, simulate, step, throughput
 from .evaluation import command as evaluation_command
 from .hub import command as hub_command
@@ -38,6 +38,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
     },
 }
 PLAIN: dict[str, Command] = {
+    "calibrate": ("choose the exit threshold that keeps a share of the quality", calibrate_command.add_arguments),
     "eval": ("quality beside speed: a model's tasks at full depth and with cdb", evaluation_command.add_arguments),
 }
 GROUPS = {
@@ -69,14 +70,14 @@ def _add_commands(parsers: Any, commands: Mapping[str, Command]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status: 0, or 2 after an error that the user can mend, told in one line."""
+    """Run a command; its exit status: 0, what the command says, or 2 after an error that the user can mend, told in one
+    line."""
     parsed = build_parser().parse_args(arguments)
     try:
-        parsed.run(parsed)
+        return parsed.run(parsed) or 0
     except (ValueError, OSError, FloatingPointError) as error:
         if parsed.traceback:
             raise
         command = " ".join(["hf-cdb", parsed.group, *([parsed.command] if parsed.group in GROUPS else [])])
         print(f"{command}: error: {error}", file=sys.stderr)
         return 2
-    return 0
