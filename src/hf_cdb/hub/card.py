@@ -11,7 +11,8 @@ from torch import nn
 from ..adapters import adapter_for
 from ..bench.report import model_sizes
 from ..config import CDBConfig, saved_settings
-from .results import depth_histogram, eval_results, load_results, result_tables
+from ..evaluation.report import to_markdown
+from .results import depth_histogram, eval_results, load_results
 from .text import CardText, read_text
 
 __all__ = ["model_card", "origin"]
@@ -89,7 +90,7 @@ def model_card(
         known=origin(model),
         settings=None if settings is None else json.dumps(CDBConfig.plain(settings)),
         threshold=adapter.default_threshold,
-        results=None if results is None else result_tables(results),
+        results=None if results is None else to_markdown(results).strip(),
         histogram=None if depths is None else depth_histogram(depths, sizes["loops"]),
         counted=counted,
         plot=plot,

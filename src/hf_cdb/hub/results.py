@@ -1,4 +1,4 @@
-"""What an evaluation measured, for the metadata and the tables of a model card."""
+"""What an evaluation measured, for the metadata of a model card, and depths as a table."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from huggingface_hub import EvalResult
 from ..bench.json_file import read_json
 from ..bench.report import markdown_table
 
-__all__ = ["depth_histogram", "eval_results", "load_results", "result_tables"]
+__all__ = ["depth_histogram", "eval_results", "load_results"]
 
 _SCHEMA = 1
 # Systems of an evaluation whose scores go into the metadata: full depth, and what the model is shipped with.
@@ -31,7 +31,7 @@ def load_results(results: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         raise ValueError(
             f"results: schema {found!r} is unknown. Pass the results.json that `hf-cdb eval` wrote, schema {_SCHEMA}."
         )
-    missing = sorted({"model", "tasks", "systems"} - set(results))
+    missing = sorted({"model", "tasks", "systems", "depth_curve", "signal"} - set(results))
     if missing or not results["systems"]:
         raise ValueError(
             f"results has no {' and '.join(missing or ['systems'])}. Let the evaluation end, then pass it."
@@ -67,32 +67,6 @@ def eval_results(results: Mapping[str, Any]) -> list[EvalResult]:
     return entries
 
 
-def result_tables(results: Mapping[str, Any]) -> str:
-    """Two Markdown tables: what the systems cost, and all scores."""
-    systems = results["systems"]
-    costs = [
-        {
-            "system": system["name"],
-            "mean depth": system["mean_depth"],
-            "times fewer loops": system["loops_ratio"],
-            "FLOP bound": system["flop_bound"],
-            "tokens/s": system["tokens_per_second"],
-        }
-        for system in systems
-    ]
-    columns = {"system": "", "mean depth": ".2f", "times fewer loops": ".2f", "FLOP bound": ".2f", "tokens/s": ".0f"}
-    names = [system["name"] for system in systems]
-    paths = list(dict.fromkeys(path for system in systems for path in system["scores"]))
-    scores = [
-        {"task / metric": path.replace("/", " / ")}
-        | {system["name"]: _score(system["scores"][path]) for system in systems if path in system["scores"]}
-        for path in paths
-    ]
-    return (
-        markdown_table(columns, costs) + "\n\n" + markdown_table(dict.fromkeys(["task / metric", *names], ""), scores)
-    )
-
-
 def depth_histogram(depths: Mapping[Any, int], full_depth: int) -> str:
     """A Markdown table of how many tokens left after each loop, with bars.
 
@@ -121,14 +95,3 @@ def depth_histogram(depths: Mapping[Any, int], full_depth: int) -> str:
     mean = sum(depth * count for depth, count in counts.items()) / total
     table = markdown_table({"loops": "", "tokens": ",d", "share": ".1%", "": ""}, rows)
     return f"{total:,} tokens, {mean:.2f} of {full_depth} loops in the mean.\n\n{table}"
-
-
-def _score(score: Mapping[str, Any]) -> str:
-    """Mean, interval and difference to full depth, as `0.996 [0.991, 0.999] Δ -0.002 [-0.004, 0.001]`."""
-    text = _bounded(score, ".3f")
-    difference = score.get("difference")
-    return text if difference is None else f"{text} Δ {_bounded(difference, '+.3f')}"
-
-
-def _bounded(score: Mapping[str, Any], form: str) -> str:
-    return f"{score['mean']:{form}} [{score['low']:{form}}, {score['high']:{form}}]"
