@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_cdb
+from hf_cdb.calibrated import Calibrated, remember
 from hf_cdb.cli import main
 from hf_cdb.hub import export, model_card
 from hf_cdb.hub.results import depth_histogram, eval_results, load_results
@@ -410,3 +411,19 @@ def test_the_command_exports(tmp_path, capsys):
     capsys.readouterr()
     assert main(["hub", "export", "ouro", str(tmp_path)]) == 2
     assert "no export made it" in capsys.readouterr().err
+
+
+def test_the_card_says_what_was_calibrated():
+    model = random_ouro()
+    held_out = {"examples": 50, "loss": 0.0123, "low": -0.01, "high": 0.02, "mean_depth": 1.65}
+    chosen = Calibrated(
+        0.97, 0.7, "gate", 0, "last_exited", None, 1, 4, "score: exact_match", 0.95, "sums", 200, 1.64, held_out
+    )
+    remember(model, chosen)
+    text = " ".join(str(model_card(model, "name")).split())
+    assert (
+        "Calibrated on sums, 200 examples: with `exit_threshold` 0.7 (`gate`, `last_exited`) the expected loss "
+        "(score: exact_match) is below 0.03 with confidence 0.95. On 50 other examples it was 0.0123 (-0.0100 to "
+        "0.0200) at mean depth 1.65."
+    ) in text
+    assert '"quality": 0.97' in text

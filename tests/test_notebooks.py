@@ -17,7 +17,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 # What has to be in the outputs: the claims that the text around them makes.
 CLAIMS = {
     "quickstart": ["equal tokens: True", "add:458+367=825", "FLOP bound"],
-    "quality_and_speed": ["exit_threshold 0.7 has a score loss below 0.03", "[[4, 2, 2, 1]]", "quality=0.999"],
+    "quality_and_speed": ["has a score loss below 0.03 with confidence 0.95", "[[4, 2, 2, 1]]", "quality=0.999"],
     "your_own_looped_model": ["No difference.", "the same game: True True"],
 }
 

@@ -38,7 +38,7 @@ def model_card(
     """A card with metadata, usage, what was measured, and limits.
 
     Args:
-        model: a looped model with an adapter; its sizes and the settings saved in its generation config are told.
+        model: a looped model with an adapter; its sizes and what its generation config says of cdb are told.
         name: title, and name of the model in the metadata.
         repo_id: what to load it by in the usage; default the name.
         text: Markdown of your own, see `hf_cdb.hub.text.read_text`: a YAML block adds metadata, what comes before the
@@ -90,6 +90,7 @@ def model_card(
         known=origin(model),
         settings=None if settings is None else json.dumps(CDBConfig.plain(settings)),
         threshold=adapter.default_threshold,
+        calibrated=getattr(model.generation_config, "cdb_calibrated", None) or (),
         results=None if results is None else to_markdown(results).strip(),
         histogram=None if depths is None else depth_histogram(depths, sizes["loops"]),
         counted=counted,
