@@ -9,6 +9,7 @@ from typing import Any
 from . import calibrate_command, trace_command
 from .bench import overhead, quick, simulate, step, throughput
 from .evaluation import command as evaluation_command
+from .hub import command as hub_command
 from .robustness import command as robustness_command
 from .training import gate_command, tables_command, tiny_command
 
@@ -25,6 +26,10 @@ COMMANDS: dict[str, dict[str, Command]] = {
     },
     "measure": {"depth": ("quality by depth and by exit threshold, as tables", tables_command.add_arguments)},
     "trace": {"show": ("what a recorded run launched, as tables", trace_command.add_arguments)},
+    "hub": {
+        "export": ("a folder to upload: weights, model card, custom_generate", hub_command.add_export_arguments),
+        "card": ("the model card alone, into a model's folder", hub_command.add_card_arguments),
+    },
     "bench": {
         "throughput": ("tokens per second of the engine and of stock generation", throughput.add_arguments),
         "step": ("time of one launch by rows and context", step.add_arguments),
@@ -43,6 +48,7 @@ GROUPS = {
     "train": "train models",
     "measure": "measure quality",
     "bench": "measure speed",
+    "hub": "share models",
 }
 
 
