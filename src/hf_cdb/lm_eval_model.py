@@ -22,7 +22,7 @@ from .stats import CDBStats
 
 __all__ = ["CDBHarnessModel"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("lm_eval.hf_cdb")  # below the harness's own, the only one that its command sets up
 
 
 @register_model("hf-cdb")

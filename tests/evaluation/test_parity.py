@@ -92,9 +92,23 @@ def test_a_loss_has_to_be_beyond_chance(right, tolerance, fails, tmp_path):
     assert f"{right / 100 - 1:+.4f}" in line
 
 
+@pytest.mark.parametrize(("ended", "fails"), [(False, True), (True, False)])
+def test_more_answers_that_are_cut_off_are_a_loss(ended, fails, tmp_path):
+    config = small_config(tmp_path, tolerances={"t/cut_off": 0.5})
+    stock, other = records()
+    rows = [stock, {**other, "system": "default", "ended": ended}, {**stock, "id": "1"}]
+    rows.append({**rows[1], "id": "1"})
+    ((_, failure),) = check_quality(rows, config)
+    assert (failure is not None) == fails
+
+
 def test_tolerances_that_mean_nothing(tmp_path, capsys):
     rows = [{**one, "system": system} for system, one in zip(("stock", "default"), records(), strict=True)]
-    for key, words in [("t/rouge", "of 't' there are exact_match"), ("x/exact_match", "of 'x' there are none")]:
+    for key, words in [
+        ("t/rouge", "of 't' there are exact_match"),
+        ("x/exact_match", "of 'x' there are none"),
+        ("t/length", "is no quality"),
+    ]:
         with pytest.raises(ValueError, match=re.escape(words)):
             check_quality(rows, small_config(tmp_path, tolerances={key: 0.1}))
     rows = [{**one, "system": system} for system, one in zip(("stock", "default"), records("text"), strict=True)]

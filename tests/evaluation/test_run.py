@@ -1,23 +1,14 @@
 """A whole evaluation against what the model itself, asked in plain ways, gives."""
 
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 from hf_cdb.adapters import adapter_for
 from hf_cdb.config import CDBConfig, saved_settings
-from hf_cdb.evaluation import RecordFile
-from hf_cdb.evaluation.config import load_config
 from hf_cdb.evaluation.report import save_csv, save_picture, to_markdown
 from hf_cdb.evaluation.rerun import rerun
 from hf_cdb.evaluation.run import evaluate, load_model_to_evaluate
@@ -25,9 +16,8 @@ from hf_cdb.training.forced import FixedDepth, cut_windows, read_text
 from hf_cdb.training.measure import bits_per_byte
 from hf_cdb.training.passes import logits_by_depth, states_by_depth
 
-from .small import TEXTS, small_config, without_times, write_config
+from .small import TEXTS, small_config
 
-ROOT = Path(__file__).parents[2]
 NAMES = ("tiny-ouro", "tiny-huginn")
 
 
@@ -171,14 +161,6 @@ def test_log_likelihoods_obey_the_depth(run):
     assert shallow != [record["loglikelihoods"] for record in records["arc", "stock"]]
 
 
-def test_exit_rules_are_refused_where_they_do_not_act(tmp_path):
-    """D-02, the other side."""
-    config = small_config(tmp_path)
-    config.tasks[1]["systems"] = None
-    with pytest.raises(ValueError, match=r"system 'default' cannot run task 'arc': exit_rule='gate' does not act"):
-        evaluate(config, tmp_path / "out", progress=False)
-
-
 def test_a_record_runs_again_from_itself(run):
     """K-02: from the JSON alone, in every kind and for stock, engine and cdb."""
     _, _, _, records = run
@@ -211,129 +193,6 @@ def test_reports(run, tmp_path):
     save_picture(tmp_path / "results.png", results)
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
     json.loads(json.dumps(results), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-
-
-def test_two_processes_and_a_killed_run(tmp_path):
-    """Killed within, with half a line at the end of a file, and gone on with by two processes: the numbers of one."""
-    config = small_config(tmp_path, batch_size=1)
-    file = write_config(config, tmp_path / "config.yaml")
-    whole = evaluate(config, tmp_path / "whole", progress=False)
-    out = tmp_path / "out"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = ["-m", "eval.run", "--config", str(file), "--output", str(out), "--no-plot"]
-    process = subprocess.Popen(
-        [sys.executable, *command], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
-    partial = out / "records-0.jsonl"
-    until = time.monotonic() + 120
-    while not (partial.exists() and partial.read_bytes().count(b"\n") >= 3) and process.poll() is None:
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    assert not (out / "results.json").exists()
-    assert len(RecordFile(out).read()) >= 3
-    with partial.open("a") as lines:
-        lines.write('{"task": "tasks", "sys')
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, *command], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    both = json.loads((out / "results.json").read_text())
-    assert both["processes"] == 2
-    assert_alike(without_times(both), without_times(json.loads(json.dumps(whole))))
-    assert [file.name for file in out.glob("records*")] == ["records.jsonl"]
-    assert "| engine |" in done.stdout
-
-
-def assert_alike(found, expected):
-    """Equal, numbers within the rounding of sums in another order."""
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key in expected:
-            assert_alike(found[key], expected[key])
-    elif isinstance(expected, list):
-        assert len(found) == len(expected)
-        for pair in zip(found, expected, strict=True):
-            assert_alike(*pair)
-    else:
-        assert found == (pytest.approx(expected, rel=1e-4, abs=1e-6) if isinstance(expected, float) else expected)
-
-
-def test_a_finished_run_is_not_run_again_and_others_are_refused(tmp_path, monkeypatch):
-    config = small_config(tmp_path)
-    config = replace(config, tasks=config.tasks[1:2])
-    first = evaluate(config, tmp_path / "out", progress=False)
-    assert [system["name"] for system in first["systems"]] == ["stock", "engine", "depth 1"]  # "default" ran nothing
-    save_picture(tmp_path / "choices.png", first)
-    monkeypatch.setattr(RecordFile, "append", lambda *_: pytest.fail("nothing was left to run"))
-    assert without_times(evaluate(config, tmp_path / "out", progress=False)) == without_times(first)
-    other = replace(config, limit=1)
-    with pytest.raises(ValueError, match=r"holds an evaluation with another limit \(limit: None there, 1 here\)"):
-        evaluate(other, tmp_path / "out", progress=False)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"dtype": "int8"}, "dtype='int8': choose one of float32"),
-        ({"tasks": []}, "name at least one task"),
-        ({"batch_size": 0}, "batch_size=0: choose at least 1"),
-        ({"cdb": {"engine": True}}, "cdb names a system 'engine', which always runs"),
-        ({"cdb": {"x": {"exit_treshold": 1}}}, "system 'x': 'exit_treshold' is no setting of cdb"),
-        ({"cdb": {"x": False}}, "system 'x': False: give settings of cdb, or true"),
-        ({"sweeps": [3]}, "sweeps: 3 is no mapping"),
-        ({"sweeps": [{"exit_rule": ["never", "never"]}]}, "the system 'never' comes twice"),
-        ({"tolerances": {"x": -1}}, "tolerances: x=-1"),
-        ({"max_depth": 9}, "max_depth=9"),
-    ],
-)
-def test_what_cannot_work_is_refused(change, words, tmp_path):
-    with pytest.raises(ValueError, match=re.escape(words)):
-        evaluate(small_config(tmp_path, **change), tmp_path / "out", progress=False)
-
-
-def test_task_systems_are_checked(tmp_path):
-    for place, change, words in [
-        (0, {"systems": ["stock", "gate"]}, "'gate' is none of the systems stock, engine, default, depth 1"),
-        (0, {"systems": ["engine"]}, "'stock' is missing"),
-        (2, {"signal": ["engine"]}, "'engine' has no exit rule there"),
-    ]:
-        config = small_config(tmp_path)
-        config.tasks[place] |= change
-        with pytest.raises(ValueError, match=re.escape(words)):
-            evaluate(config, tmp_path / "out", progress=False)
-
-
-def test_arguments_of_the_file(tmp_path):
-    path = write_config(small_config(tmp_path), tmp_path / "config.yaml")
-    config = load_config(path, ["seed=3"], model="tiny-huginn", tasks=["arc"], limit=2)
-    assert (config.seed, config.model, config.limit) == (3, "tiny-huginn", 2)
-    assert [spec.name for spec in config.task_specs] == ["arc"]
-    with pytest.raises(ValueError, match=r"data: there is no task 'gsm8k'\. Tasks are tasks, arc, psalm"):
-        load_config(path, data={"gsm8k": "x.jsonl"})
-    with pytest.raises(ValueError, match=r"the key 'sead' is unknown\. Did you mean 'seed'"):
-        load_config(path, ["sead=3"])
-
-
-def test_sweeps_are_products(tmp_path):
-    sweep = {"exit_rule": "gate", "exit_threshold": [0.3, 0.5], "kv_policy": ["last_exited", "shared"], "lookahead": 1}
-    systems = small_config(tmp_path, cdb={}, sweeps=[sweep]).settings()
-    assert list(systems) == [
-        "engine",
-        "gate 0.3 kv_policy=last_exited lookahead=1",
-        "gate 0.3 kv_policy=shared lookahead=1",
-        "gate 0.5 kv_policy=last_exited lookahead=1",
-        "gate 0.5 kv_policy=shared lookahead=1",
-    ]
-    assert systems["gate 0.5 kv_policy=shared lookahead=1"] == {
-        "exit_rule": "gate",
-        "exit_threshold": 0.5,
-        "kv_policy": "shared",
-        "lookahead": 1,
-    }
 
 
 def test_rules_that_ask_for_logits_pay_for_them(tmp_path):

@@ -76,7 +76,8 @@ def test_choices(tmp_path, tokenizer):
 def test_layouts(tmp_path, tokenizer):
     talk = [{"from": "human", "value": "Hi {you}"}, {"from": "gpt", "value": "Hello"}]
     (tmp_path / "share.json").write_text(json.dumps([{"conversations": []}, {"conversations": talk}]))
-    spec = {"name": "share", "kind": "generate", "layout": "sharegpt", "data": str(tmp_path / "share.json")}
+    spec = {"name": "share", "kind": "generate", "layout": "sharegpt", "metrics": ["rouge"]}
+    spec["data"] = str(tmp_path / "share.json")
     (example,) = load_task(spec, tokenizer, limit=1).examples  # the one that has turns
     assert (example.prompt, example.reference) == ("Hi {you}", "Hello")
     row = {

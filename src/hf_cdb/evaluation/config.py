@@ -63,7 +63,7 @@ class EvaluationConfig:
         seed: of the bootstrap.
         draws: of the bootstrap.
         tolerances: for `eval/parity.py`: metric -> the largest loss against stock that "default" may have; of
-            bits_per_byte and perplexity as a share of stock's, of others as it is.
+            bits_per_byte as a share of stock's, of others as it is.
 
     Raises:
         ValueError: values that cannot work together.

@@ -96,9 +96,9 @@ def check_quality(
         task, _, metric = key.partition("/")
         own, stock = of[task][system], of[task][STOCK]
         columns = columns_of(own[0]["kind"], own, stock) if own else {}
-        if metric not in columns:
+        if metric not in columns or metric == "length":
             raise ValueError(
-                f"tolerances: {key!r} is no metric that {system!r} has. Name TASK/METRIC, as in tasks/exact_match; of "
+                f"tolerances: {key!r} is no quality that {system!r} has. Name TASK/METRIC, as in tasks/exact_match; of "
                 f"{task!r} there are {', '.join(columns) or 'none'}."
             )
         base = columns_of(own[0]["kind"], stock, stock)[metric]
@@ -107,7 +107,8 @@ def check_quality(
         difference = paired_difference(columns[metric], base, **bootstrap)
         if difference is None:
             raise ValueError(f"tolerances: {key!r} has no difference between examples. Name another metric.")
-        sign, scale = (-1, base.score(**bootstrap)["mean"]) if metric in LOWER_IS_BETTER else (1, 1.0)
+        sign = -1 if metric in LOWER_IS_BETTER else 1
+        scale = base.score(**bootstrap)["mean"] if metric == "bits_per_byte" else 1.0
         change, *bounds = (sign * difference[name] / scale for name in ("mean", "low", "high"))
         line = (
             f"{key}: {system} against stock {change:+.4f}, 90 % between {min(bounds):+.4f} and {max(bounds):+.4f}, "

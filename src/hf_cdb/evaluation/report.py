@@ -10,7 +10,7 @@ from .config import ENGINE, STOCK
 
 __all__ = ["LOWER_IS_BETTER", "save_csv", "save_picture", "to_markdown"]
 
-LOWER_IS_BETTER = ("bits_per_byte", "perplexity")
+LOWER_IS_BETTER = ("bits_per_byte", "perplexity", "cut_off")
 _NO_QUALITY = ("length", "cut_off", "agreement", "perplexity", "identical", "first_divergence")
 _MOST_METRICS = 3
 
@@ -33,10 +33,9 @@ def to_markdown(results: Mapping[str, Any]) -> str:
     for task, curve in results["depth_curve"].items():
         body = {"bits per byte": [f"{one['bits_per_byte']['mean']:.4f}" for one in curve.values()]}
         body["perplexity"] = [f"{one['perplexity']:.3f}" for one in curve.values()]
-        rows = [
-            {f"{task}, all tokens at depth": name, **dict(zip(curve, line, strict=True))} for name, line in body.items()
-        ]
-        parts.append(markdown_table(dict.fromkeys([f"{task}, all tokens at depth", *curve], ""), rows))
+        head = f"{task}, all tokens at depth"
+        rows = [{head: name, **dict(zip(curve, line, strict=True))} for name, line in body.items()]
+        parts.append(markdown_table(dict.fromkeys([head, *curve], ""), rows))
     for task, signals in results["signal"].items():
         for name, signal in signals.items():
             rows = [{"score": f"{b['low']:.3g} to {b['high']:.3g}", "loops": b["count"], **b} for b in signal["bins"]]
@@ -118,9 +117,7 @@ def _panels(results: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _draw(axis: Any, systems: list[Mapping[str, Any]], metric: str, against: str) -> None:
     task = metric.rpartition("/")[0]
     speed = against == "tokens_per_second"
-    engine = (
-        next((s["tasks"][task]["tokens_per_second"] for s in systems if s["name"] == ENGINE), None) if speed else None
-    )
+    speeds = {s["name"]: s["tasks"][task]["tokens_per_second"] for s in systems if task in s["tasks"]}
     for system in systems:
         score = system["scores"].get(metric)
         if score is None:
@@ -130,8 +127,8 @@ def _draw(axis: Any, systems: list[Mapping[str, Any]], metric: str, against: str
         error = [[spread["mean"] - spread["low"]], [spread["high"] - spread["mean"]]]
         marker = "s" if full else "o"
         bars = axis.errorbar([x], [score["mean"]], yerr=error, marker=marker, capsize=3, label=system["name"])
-        if speed and not full:
-            bound = engine * system["tasks"][task]["flop_bound"]
+        if speed and not full and ENGINE in speeds:
+            bound = speeds[ENGINE] * system["tasks"][task]["flop_bound"]
             color = bars.lines[0].get_color()
             axis.plot([x, bound], [score["mean"]] * 2, ":|", color=color, linewidth=1)
     worse = " (less is better)" if metric.rpartition("/")[2] in LOWER_IS_BETTER else ""

@@ -7,9 +7,10 @@ answers have `scores`, a value per example; they are in `ANSWER_METRICS`.
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import evaluate
+if TYPE_CHECKING:
+    import evaluate
 
 __all__ = ["ANSWER_METRICS", "check_metric", "load_metric", "metric_path", "score_answers"]
 
@@ -35,12 +36,14 @@ def metric_path(name: str) -> str:
 
 
 @cache
-def load_metric(name: str) -> evaluate.Metric:
+def load_metric(name: str) -> "evaluate.Metric":
     """A metric of this package, loaded once.
 
     Raises:
         ValueError: there is none of this name, or what it needs is not installed.
     """
+    import evaluate  # takes a second, which other commands need not wait for
+
     try:
         return evaluate.load(metric_path(name))
     except ImportError as error:
