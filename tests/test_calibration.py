@@ -75,7 +75,7 @@ def test_the_promise_is_worth_something():
 
 
 def test_grids():
-    assert default_thresholds("gate", 4)[0] == 0.999
+    assert default_thresholds("gate", 4)[0] == 0.99
     assert default_thresholds("latent-diff", 8) == [0.003, 0.0065, 0.014, 0.03, 0.065, 0.14, 0.3, 0.65, 1.4, 3.0]
     assert default_thresholds("argmax-stability", 8) == [1, 2, 3, 4, 5, 6]  # 6 unchanged loops need loop 7
     assert default_thresholds("argmax-stability", 8, lookahead=1) == [1, 2, 3, 4, 5]

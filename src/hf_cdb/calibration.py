@@ -27,7 +27,7 @@ from .risk import fewest, interval, p_value
 
 __all__ = ["Calibration", "Step", "calibrate", "default_thresholds", "fixed_sequence"]
 
-_PROBABILITIES = (0.999, 0.995, 0.99, 0.98, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+_PROBABILITIES = (0.99, 0.98, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def fixed_sequence(
 
 
 def default_thresholds(rule: str, max_depth: int, lookahead: int = 0) -> list[float]:
-    """A grid for a rule by name: fifteen probabilities, or three a decade around the rule's default."""
+    """A grid for a rule by name: thirteen probabilities, or three a decade around the rule's default."""
     if rule in ("gate", "preloop", "confidence"):
         return list(_PROBABILITIES)
     if rule == "argmax-stability":
