@@ -9,9 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_cdb.calibrate_command import NOTHING_PASSED
-from hf_cdb.calibration import Sample, calibrate, default_thresholds, fixed_sequence
+from hf_cdb.calibration import calibrate, default_thresholds, fixed_sequence
 from hf_cdb.cli import main
 from hf_cdb.evaluation.tasks import load_task
+from hf_cdb.losses import Sample
 
 from .test_config import refused
 from .tiny import random_ouro
@@ -74,7 +75,7 @@ def test_the_promise_is_worth_something():
 
 
 def test_grids():
-    assert default_thresholds("gate", 4)[0] == 0.999
+    assert default_thresholds("gate", 4)[0] == 0.99
     assert default_thresholds("latent-diff", 8) == [0.003, 0.0065, 0.014, 0.03, 0.065, 0.14, 0.3, 0.65, 1.4, 3.0]
     assert default_thresholds("argmax-stability", 8) == [1, 2, 3, 4, 5, 6]  # 6 unchanged loops need loop 7
     assert default_thresholds("argmax-stability", 8, lookahead=1) == [1, 2, 3, 4, 5]
@@ -174,7 +175,7 @@ def test_scores_are_lost_net_of_what_is_gained(model, rows, monkeypatch):
         right = [(int(e.id) % 2 == 0) != early for e in examples]
         return [{"completion": "x" if one else "y", "tokens": [5], "depths": [2 if early else 4]} for one in right]
 
-    monkeypatch.setattr("hf_cdb.calibration.answer", answer)
+    monkeypatch.setattr("hf_cdb.losses.answer", answer)
     options = {"confidence": 0.6, "cdb": {"exit_rule": "gate"}, "thresholds": [0.5], "progress": False}
     found = calibrate(model, tokenizer(), task, 0.5, seed=3, **options)
     even = sum(int(task.examples[k].id) % 2 == 0 for k in numpy.random.default_rng(3).permutation(24)[12:])

@@ -7,12 +7,13 @@ from typing import Any
 from .bench.models import DTYPES, EMBEDDED
 from .bench.report import Report, set_threads
 from .calibrated import remember
-from .calibration import LOSSES, calibrate
+from .calibration import calibrate
 from .evaluation.config import load_config
 from .evaluation.run import load_model_to_evaluate
 from .evaluation.tasks import Task, load_task
 from .exits import RULES
 from .kv_policy import POLICIES
+from .losses import LOSSES
 
 __all__ = ["NOTHING_PASSED", "add_arguments", "run"]
 

@@ -8,7 +8,6 @@ stated confidence *all* that passed keep the quality, and the shallowest of them
 """
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,33 +18,16 @@ from transformers import PreTrainedTokenizerBase
 
 from .adapters import adapter_for
 from .bench.report import markdown_table
-from .calibrated import SETTINGS, Calibrated
+from .calibrated import Calibrated
 from .config import CDBConfig, rule_name
-from .evaluation.answers import answer
-from .evaluation.config import System
-from .evaluation.reading import read_example
 from .evaluation.tasks import Example, Task
 from .exits import RULES
+from .losses import LOSSES, LossRuns, Sample
 from .risk import fewest, interval, p_value
 
-__all__ = ["LOSSES", "Calibration", "Sample", "Step", "calibrate", "default_thresholds", "fixed_sequence"]
+__all__ = ["Calibration", "Step", "calibrate", "default_thresholds", "fixed_sequence"]
 
-# Name -> whether it can be negative.
-LOSSES = {"score": True, "agreement": False}
-_PROBABILITIES = (0.999, 0.995, 0.99, 0.98, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What one threshold lost.
-
-    Attributes:
-        losses: of every example against full depth, `[examples]`.
-        mean_depth: loops per token.
-    """
-
-    losses: numpy.ndarray
-    mean_depth: float
+_PROBABILITIES = (0.99, 0.98, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 
 @dataclass(frozen=True)
@@ -130,7 +112,7 @@ def fixed_sequence(
 
 
 def default_thresholds(rule: str, max_depth: int, lookahead: int = 0) -> list[float]:
-    """A grid for a rule by name: fifteen probabilities, or three a decade around the rule's default."""
+    """A grid for a rule by name: thirteen probabilities, or three a decade around the rule's default."""
     if rule in ("gate", "preloop", "confidence"):
         return list(_PROBABILITIES)
     if rule == "argmax-stability":
@@ -196,7 +178,8 @@ def calibrate(
         set(thresholds or default_thresholds(rule, depth, config.lookahead)), reverse=RULES[rule].higher_is_deeper
     )
     configs = {value: dataclasses.replace(config, exit_threshold=value) for value in grid}
-    resolved = [one.resolve(adapter) for one in configs.values()]  # refused before minutes of measuring
+    for one in configs.values():
+        one.resolve(adapter)  # refused before minutes of measuring
     first, second = _split(task, held_out, seed)
     limit, signed = 1 - quality, LOSSES[loss]
     needed = fewest(limit, confidence, signed)
@@ -206,9 +189,8 @@ def calibrate(
             f"lost; task {task.name!r} has {len(first)} to calibrate on, and {len(second)} held out. Give more "
             "examples, ask for less, or hold out a smaller share."
         )
-    runs = _Runs(
-        model, adapter, tokenizer, task, loss, metric, CDBConfig(exit_rule="never", max_depth=config.max_depth)
-    )
+    full = CDBConfig(exit_rule="never", max_depth=config.max_depth)
+    runs = LossRuns(model, tokenizer, task, loss, metric, full)
     with tqdm(total=len(grid), desc="thresholds", disable=not progress) as bar:
 
         def measure(threshold: float) -> Sample:
@@ -217,9 +199,7 @@ def calibrate(
             return sample
 
         steps = fixed_sequence(measure, grid, limit, confidence, signed)
-    slots = (config.kv_slots or 2) if resolved[0].kv_policy in ("first_then_shared", "modular") else None
-    settings = (rule, config.lookahead, resolved[0].kv_policy, slots, config.min_depth, depth)
-    settings = dict(zip(SETTINGS, settings, strict=True))
+    settings = config.calibrated_for(adapter)
     chosen = None
     if passed := [step for step in steps if step.passed]:
         best = min(passed, key=lambda step: step.mean_depth)
@@ -268,52 +248,3 @@ def _split(task: Task, held_out: float, seed: int) -> tuple[list[Example], list[
     order = numpy.random.default_rng(seed).permutation(len(task.examples))
     kept = max(1, round(held_out * len(order)))
     return [task.examples[k] for k in order[kept:]], [task.examples[k] for k in order[:kept]]
-
-
-class _Runs:
-    """Runs of a task, and what they lost against full depth, which runs once."""
-
-    def __init__(self, model, adapter, tokenizer, task: Task, loss: str, metric: str | None, full: CDBConfig):
-        self.model, self.adapter, self.tokenizer, self.task = model, adapter, tokenizer, task
-        self.loss, self.metric, self.full = loss, metric, full
-        self.of_full: dict[str, dict[str, Any]] = {}  # by the example's id
-
-    def sample(self, config: CDBConfig, examples: Sequence[Example]) -> Sample:
-        missing = [example for example in examples if example.id not in self.of_full]
-        if missing:
-            self.of_full |= zip((e.id for e in missing), self._records(self.full, missing), strict=True)
-        records = self._records(config, examples)
-        full = [self.of_full[example.id] for example in examples]
-        depths: Counter[int] = Counter()
-        for record in records:
-            depths.update({int(depth): count for depth, count in record["depths"].items()})
-        mean = sum(depth * count for depth, count in depths.items()) / sum(depths.values())
-        return Sample(numpy.array(self._losses(examples, records, full)), mean)
-
-    def _records(self, config: CDBConfig, examples: Sequence[Example]) -> list[dict[str, Any]]:
-        system = System("calibrated", config, None, self.adapter.full_depth)
-        if self.task.kind == "text":
-            parts = (self.model, self.adapter, self.tokenizer, system, self.task)
-            return [read_example(*parts, example) for example in examples]
-        records = answer(self.model, self.tokenizer, system, self.task, examples, len(examples))
-        return [{**record, "depths": Counter(record["depths"])} for record in records]
-
-    def _losses(self, examples, records, full) -> list[float]:
-        if self.task.kind == "text":
-            return [1 - record["agreement"] for record in records]
-        if self.loss == "agreement":
-            return [_disagreement(*pair) for pair in zip(records, full, strict=True)]
-        own, base = (
-            [score[self.metric] for score in self.task.score_all(examples, [r["completion"] for r in runs])]
-            for runs in (records, full)
-        )
-        return [left - right for left, right in zip(base, own, strict=True)]
-
-
-def _disagreement(record: Mapping[str, Any], full: Mapping[str, Any]) -> float:
-    """Share of full depth's tokens from the first one on that the other run does not have in its place."""
-    pairs = zip(record["tokens"], full["tokens"], strict=False)
-    agreed = next((place for place, (own, base) in enumerate(pairs) if own != base), None)
-    if agreed is None:
-        agreed = min(len(record["tokens"]), len(full["tokens"]))
-    return 1 - agreed / len(full["tokens"])

@@ -261,6 +261,14 @@ class CDBConfig:
             )
         return self.changed()
 
+    def calibrated_for(self, adapter: LoopAdapter) -> dict[str, Any]:
+        """What a calibrated threshold holds for, by the names of `calibrated.SETTINGS`, with the model's defaults."""
+        policy = adapter.default_kv_policy if self.kv_policy == "auto" else self.kv_policy
+        slots = (self.kv_slots or 2) if policy in ("first_then_shared", "modular") else None
+        depth = adapter.full_depth if self.max_depth is None else self.max_depth
+        rule = rule_name(self.exit_rule, adapter)
+        return dict(zip(SETTINGS, (rule, self.lookahead, policy, slots, self.min_depth, depth), strict=True))
+
     def resolve(self, adapter: LoopAdapter) -> "CDBConfig":
         """The same settings with every default that the model decides filled in; warns once of doubtful ones.
 
@@ -280,9 +288,7 @@ class CDBConfig:
         policy = adapter.default_kv_policy if self.kv_policy == "auto" else self.kv_policy
         threshold = self.exit_threshold
         if self.quality is not None:
-            slots = (self.kv_slots or 2) if policy in ("first_then_shared", "modular") else None
-            settings = (rule, self.lookahead, policy, slots, self.min_depth, depth)
-            settings = dict(zip(SETTINGS, settings, strict=True))
+            settings = self.calibrated_for(adapter)
             threshold = calibrated_threshold(getattr(adapter.model, "generation_config", None), self.quality, settings)
         elif threshold is None and rule == "gate":
             threshold = adapter.default_threshold

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..adapters import adapter_for
-from ..calibration import Sample, default_thresholds, fixed_sequence
+from ..calibration import default_thresholds, fixed_sequence
 from ..exits import RULES
+from ..losses import Sample
 from ..risk import interval
 from .material import Material
 from .reading import read
