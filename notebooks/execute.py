@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).parent
 
 
-def execute(path: Path, folder: Path, timeout: int = 300) -> nbformat.NotebookNode:
+def execute(path: Path, folder: Path, timeout: int = 600) -> nbformat.NotebookNode:
     """The notebook with the outputs of a run in `folder`.
 
     Args:

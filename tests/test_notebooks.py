@@ -33,6 +33,7 @@ def test_there_are_three():
     assert {path.stem for path in NOTEBOOKS} == set(CLAIMS)
 
 
+@pytest.mark.timeout(900)  # half a minute of work each, and several on a machine that others use
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path, tmp_path, monkeypatch):
     """A cell that raises fails the test, with the cell in the message."""

@@ -8,6 +8,8 @@ import hf_cdb
 def generate(model, *args, cdb=None, custom_generate=None, trust_remote_code=None, **kwargs):
     """As `model.generate` of hf_cdb.
 
+    A model whose class does not know cdb must not be generated with in several threads at a time.
+
     Args:
         model: a looped model that hf_cdb has an adapter for.
         cdb: as there; None is what the model's generation config says, and True for a model whose own `generate` does
