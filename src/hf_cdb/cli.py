@@ -76,10 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     line."""
     parsed = build_parser().parse_args(arguments)
     try:
-        return parsed.run(parsed) or 0
+        outcome = parsed.run(parsed)
     except (ValueError, OSError, FloatingPointError) as error:
         if parsed.traceback:
             raise
         command = " ".join(["hf-cdb", parsed.group, *([parsed.command] if parsed.group in GROUPS else [])])
         print(f"{command}: error: {error}", file=sys.stderr)
         return 2
+    return outcome if isinstance(outcome, int) else 0  # benchmarks give what they measured
