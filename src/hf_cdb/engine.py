@@ -47,6 +47,9 @@ class Engine:
             min_coda_batch=config.min_coda_batch,
             lookahead=config.lookahead,
             budget=_budget(config.max_kv_memory, adapter.device),
+            prefill_chunk_size=config.prefill_chunk_size,
+            max_prefill_tokens=config.max_prefill_tokens,
+            max_overtakes=config.max_overtakes,
         )
         once, per_loop = adapter.parameter_counts()
         self.stats = CDBStats(
@@ -71,7 +74,6 @@ class Engine:
         Raises:
             ValueError: its key is in use, or its keys and values could never fit into `max_kv_memory`.
         """
-        chunk = self.config.prefill_chunk_size or request.prompt_length
         cost = request.capacity * self.cache.bytes_per_position()
         budget = self.scheduler.budget
         if budget is not None and cost > budget:
@@ -84,7 +86,7 @@ class Engine:
             request.key,
             self.config.max_depth,
             min_depth=self.config.min_depth,
-            pieces=-(-request.prompt_length // chunk),
+            prompt=request.prompt_length,
             cost=cost,
         )
         self._requests[request.key] = request
@@ -171,7 +173,7 @@ class Engine:
             pass
 
     def _batch(self, launch: Launch) -> Batch:
-        return Batch(launch, self._requests, self.config.prefill_chunk_size, self.adapter.device)
+        return Batch(launch, self._requests, self.adapter.device)
 
     def _prelude(self, batch: Batch) -> None:
         """New prompts and new tokens enter: embeddings, the layers before the loop, the start state."""
