@@ -111,6 +111,11 @@ class CDBConfig:
                 f"max_kv_memory={memory!r}: choose bytes (a positive integer) or a share of the free memory (a float "
                 "in (0, 1])."
             )
+        if self.max_overtakes and memory is None:
+            raise ValueError(
+                f"max_overtakes={self.max_overtakes} without max_kv_memory: no prompt ever waits for room, so none can "
+                "be overtaken. Set max_kv_memory, or drop it."
+            )
         if self.exit_depths is not None:
             object.__setattr__(self, "exit_depths", _rows_of_integers("exit_depths", self.exit_depths))
         if self.seeds is not None:
