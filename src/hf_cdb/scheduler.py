@@ -13,7 +13,9 @@ from .admission import Deadlines, Row, WaitingRows
 from .launch import Launch
 from .prefill import Prefill
 
-__all__ = ["Launch", "Scheduler"]
+__all__ = ["AGEING", "Launch", "Scheduler"]
+
+AGEING = 64  # requests that make a round of the waiting line
 
 
 class Scheduler:
@@ -48,7 +50,7 @@ class Scheduler:
         prefill_chunk_size: int | None = None,
         max_prefill_tokens: int | None = None,
         max_overtakes: int = 0,
-        ageing: int = 64,
+        ageing: int = AGEING,
     ):
         self.max_num_seqs = max_num_seqs
         self.refill = refill

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..scheduler import Launch, Scheduler
+from ..scheduler import AGEING, Launch, Scheduler
 from ..trace import Trace
 from .costs import CostTable
 from .served import Served
@@ -16,6 +16,8 @@ class Settings:
     """Settings of cdb that the schedule depends on; see `CDBConfig`.
 
     Attributes:
+        max_kv_positions: positions that the rows in flight may hold, in place of bytes.
+        ageing: see `WaitingRows`.
         late_signal: with lookahead the signal after loop t says whether t loops are enough, and so every token runs
             one loop too many. False: it comes from a head trained for lookahead, which says whether t + 1 are.
     """
@@ -25,6 +27,10 @@ class Settings:
     min_coda_batch: int = 1
     lookahead: int = 0
     prefill_chunk_size: int | None = None
+    max_prefill_tokens: int | None = None
+    max_kv_positions: int | None = None
+    max_overtakes: int = 0
+    ageing: int = AGEING
     late_signal: bool = False
 
 
@@ -35,6 +41,8 @@ def simulate(
     depths: Sequence[Sequence[int]],
     arrivals: Sequence[float],
     trace: Trace | None = None,
+    priorities: Sequence[int] | None = None,
+    deadlines: Sequence[float | None] | None = None,
 ) -> Served:
     """Serve requests on a clock that the cost table moves.
 
@@ -48,13 +56,19 @@ def simulate(
         depths: for each request a depth per new token, the first of them full depth.
         arrivals: seconds, in order.
         trace: gets every launch.
+        priorities, deadlines: by request, the latter in seconds on the clock of the arrivals. A request whose deadline
+            has passed is dropped before the next launch.
     """
     scheduler = Scheduler(
         settings.max_num_seqs,
         refill=settings.refill,
         min_coda_batch=settings.min_coda_batch,
         lookahead=settings.lookahead,
+        budget=settings.max_kv_positions,
         prefill_chunk_size=settings.prefill_chunk_size,
+        max_prefill_tokens=settings.max_prefill_tokens,
+        max_overtakes=settings.max_overtakes,
+        ageing=settings.ageing,
     )
     ahead = 0 if settings.late_signal else settings.lookahead
     rows = _Rows(prompts, depths)
@@ -62,8 +76,17 @@ def simulate(
     now, coming = 0.0, 0
     while True:
         while coming < len(arrivals) and arrivals[coming] <= now:
-            scheduler.add(coming, costs.full_depth, prompt=prompts[coming])
+            scheduler.add(
+                coming,
+                costs.full_depth,
+                prompt=prompts[coming],
+                cost=prompts[coming] + len(depths[coming]) - 1,
+                priority=0 if priorities is None else priorities[coming],
+                deadline=None if deadlines is None else deadlines[coming],
+            )
             coming += 1
+        for key in scheduler.overdue(now):
+            scheduler.cancel(key)
         launch = scheduler.next()
         if launch is None:
             if coming == len(arrivals):
