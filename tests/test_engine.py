@@ -15,6 +15,7 @@ import torch
 
 from hf_cdb import CDBConfig, ExitRule, enable_cdb
 from hf_cdb.adapters import adapter_for
+from hf_cdb.attention import depth_attention
 from hf_cdb.cache import DepthCache
 from hf_cdb.engine import Engine
 from hf_cdb.kv_policy import KVPolicy
@@ -400,6 +401,30 @@ def test_reading_copies_nothing(short, monkeypatch):
             assert read.shape == (1, 2, end, 16)
     assert torch.equal(cache.views(0)[0][:, :, 2], new[0][:, :, 0])
     assert torch.equal(cache.views(1)[1][:, :, 5:], new[1][:, :, 1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("short", [0, 10**9])
+def test_half_precision_attends_in_float32(dtype, short, monkeypatch):
+    """Within half a unit in the last place of softmax(q k^T) v in float64, which a kernel in that dtype exceeds."""
+    monkeypatch.setattr("hf_cdb.cache.SHORT_BYTES", short)
+    adapter = adapter_for(random_ouro().to(dtype))
+    cache = DepthCache(adapter, KVPolicy.create("last_exited", 4))
+    keys, values, queries = torch.randn(3, 2, 2, 40, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for key in (0, 1):
+        cache.allocate(key, 40)
+        cache.bind(Spans([key], numpy.array([0]), numpy.array([40]), loop=numpy.array([1])))
+        cache.update(keys[key][None], values[key][None], 0)
+    ends = (29, 40)
+    cache.bind(Spans([0, 1], numpy.array(ends) - 1, numpy.array(ends), loop=numpy.array([1, 1])))
+    last = [torch.stack([x[row, :, end - 1] for row, end in enumerate(ends)], 1)[None] for x in (queries, keys, values)]
+    cache.update(last[1], last[2], 0)
+    output, _ = depth_attention(adapter.model, *last, None, 0.25, cache)
+    for row, end in enumerate(ends):
+        query, key, value = (x[row].double() for x in (queries, keys, values))
+        weights = (0.25 * query[:, end - 1, None] @ key[:, :end].mT).softmax(-1)
+        exact = (weights @ value[:, :end])[:, 0]
+        assert ((output[0, row].double() - exact).abs() <= 0.501 * torch.finfo(dtype).eps * exact.abs() + 1e-6).all()
 
 
 @pytest.mark.parametrize("name", ["ouro-gqa", "huginn", "dory"])

@@ -134,6 +134,7 @@ def test_training_and_autocast_meanwhile_get_the_plain_layer():
 
 def test_copies_end_with_the_model_or_by_release():
     first, second = layer(), layer()
+    gc.collect()  # models of other tests
     held = len(prepack._PACKED)
     for one in (first, second):
         PrepackedWeights(one)

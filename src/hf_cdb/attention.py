@@ -13,6 +13,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from .cache import DepthCache
 from .places import Pack
+from .precision import attention_dtype
 
 __all__ = ["DEPTH_ATTENTION", "AttentionSwitch", "depth_attention"]
 
@@ -44,6 +45,10 @@ def depth_attention(
         `[1, tokens, heads, head dim]`, and None for the weights.
     """
     places = depth_cache.places
+    if depth_cache.flash is not None:
+        options = {"scaling": scaling, "window": sliding_window, "dropout": dropout}
+        queries = query[0].transpose(0, 1)
+        return places.table.attend(depth_cache.flash, queries, *depth_cache.pages(), **options)[None], None
     if not places.single and len(places.packs) == 1:
         return _attend_pack(places.packs[0], query, depth_cache, scaling, sliding_window, dropout)[None], None
     parts: list[tuple[torch.Tensor | slice, torch.Tensor]] = []
@@ -75,7 +80,7 @@ def _attend_pack(
     # The heads that share a key are as good as queries of it.
     grouped = queries.unflatten(1, (both.shape[2], -1))
     options = {"scale": scaling, "dropout_p": dropout, "attn_mask": pack.mask(window)}
-    return nn.functional.scaled_dot_product_attention(grouped, both[0], both[1], **options).flatten(1, 2)
+    return _attention(grouped, both[0], both[1], **options).flatten(1, 2)
 
 
 def _attend_span(
@@ -88,20 +93,30 @@ def _attend_span(
         if window is not None and keys > window:
             key, value = key.narrow(2, keys - window, window), value.narrow(2, keys - window, window)
         if groups == 1:
-            return nn.functional.scaled_dot_product_attention(query, key, value, **options)
+            return _attention(query, key, value, **options)
         # The heads that share a key are as good as queries of it, and need no copies of it.
         grouped = query.reshape(1, key.shape[1], groups, -1)
-        output = nn.functional.scaled_dot_product_attention(grouped, key, value, **options)
+        output = _attention(grouped, key, value, **options)
         return output.reshape(query.shape)
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     if queries == keys and (window is None or keys <= window):
-        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+        return _attention(query, key, value, is_causal=True, **options)
     distance = torch.arange(keys - queries, keys, device=query.device)[:, None] - torch.arange(
         keys, device=query.device
     )
     mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+    return _attention(query, key, value, attn_mask=mask, **options)
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options) -> torch.Tensor:
+    """PyTorch's, in the dtype that is right for the device."""
+    wide, own = attention_dtype(query), query.dtype
+    mask = options.pop("attn_mask", None)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(wide)
+    query, key, value = query.to(wide), key.to(wide), value.to(wide)
+    return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options).to(own)
 
 
 AttentionInterface.register(DEPTH_ATTENTION, depth_attention)
@@ -121,19 +136,25 @@ class AttentionSwitch:
     def __init__(self, model: nn.Module, implementation: str = DEPTH_ATTENTION):
         self.implementation = implementation
         self._configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
-        self._before: list[str] = []
+        self._own: list[str] = []
         with _GUARD:
             self._lock = _LOCKS.setdefault(model, threading.RLock())
 
+    @property
+    def own(self) -> str | None:
+        """The attention function that the model was loaded with."""
+        with self._lock:  # in the middle of another thread's launch it is not there
+            return self._configs[0]._attn_implementation if self._configs else None
+
     def __enter__(self) -> None:
         self._lock.acquire()
-        self._before = [config._attn_implementation for config in self._configs]
+        self._own = [config._attn_implementation for config in self._configs]
         for config in self._configs:
             _choose(config, self.implementation)
 
     def __exit__(self, *error) -> None:
-        for config, before in zip(self._configs, self._before, strict=True):
-            _choose(config, before)
+        for config, own in zip(self._configs, self._own, strict=True):
+            _choose(config, own)
         self._lock.release()
 
 

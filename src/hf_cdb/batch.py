@@ -9,6 +9,7 @@ import torch
 from .request import Request
 from .scheduler import Launch
 from .spans import Spans
+from .transfer import to_device
 
 __all__ = ["Batch"]
 
@@ -64,4 +65,4 @@ class Batch:
     def tensor(self, values) -> torch.Tensor:
         """int64, on the device."""
         made = torch.from_numpy(numpy.asarray(values, dtype=numpy.int64))
-        return made if self.device.type == "cpu" else made.to(self.device)
+        return made if self.device.type == "cpu" else to_device(made, self.device)

@@ -3,14 +3,18 @@
 Every request holds one stretch of a pool: for each core layer and position as many entries as the KV policy has slots.
 """
 
+from collections.abc import Callable
+
 import numpy
 import torch
 from transformers.cache_utils import Cache
 
 from .adapters import LoopAdapter
+from .flash import PAGE
 from .kv_policy import KVPolicy
 from .places import SHORT_BYTES, Pack, Places, Segment
 from .pool import Pool
+from .precision import attention_dtype
 from .spans import Spans
 
 __all__ = ["DepthCache"]
@@ -25,11 +29,12 @@ class DepthCache(Cache):
     Args:
         adapter: gives sizes, dtype and device.
         policy: slot arithmetic.
+        flash: `flash_attn_varlen_func`, which reads whole pages; None: rows are packed or read one by one.
     """
 
-    def __init__(self, adapter: LoopAdapter, policy: KVPolicy):
+    def __init__(self, adapter: LoopAdapter, policy: KVPolicy, flash: Callable | None = None):
         super().__init__(layers=[])
-        self.adapter, self.policy = adapter, policy
+        self.adapter, self.policy, self.flash = adapter, policy, flash
         self._heads = 2 * adapter.kv_heads  # of keys and of values
         like = (self._heads * adapter.head_dim, adapter.dtype, adapter.device)
         outer_layers = adapter.prelude_layers + adapter.coda_layers
@@ -40,10 +45,16 @@ class DepthCache(Cache):
         self._written = numpy.empty(0, dtype=numpy.int16)  # see `Places`
         # One for all layers and launches: getting so much memory again each time costs a page fault for every 4 KiB.
         self._copy: torch.Tensor | None = None
+        # On a CPU attention computes in float32; see there.
+        self._widened: torch.Tensor | None = None
 
     def bytes_per_position(self) -> int:
         """Bytes that one position of one request takes, all layers and slots together."""
         return sum(self._rows(kind, 1) * pool.row_bytes for kind, pool in self._pools.items())
+
+    def positions(self, capacity: int) -> int:
+        """Positions that a request of this capacity holds: whole pages, where attention reads such."""
+        return capacity if self.flash is None else -(-capacity // PAGE) * PAGE
 
     @property
     def core_bytes(self) -> int:
@@ -70,12 +81,14 @@ class DepthCache(Cache):
     def reserve(self, capacities: list[int]) -> None:
         """Make room for requests of these capacities at once."""
         for kind, pool in self._pools.items():
-            pool.reserve(sum(self._rows(kind, capacity) for capacity in capacities))
+            pool.reserve(sum(self._rows(kind, self.positions(capacity)) for capacity in capacities))
 
     def allocate(self, key: int, capacity: int) -> None:
         """Give request `key` room for `capacity` positions."""
+        capacity = self.positions(capacity)
         core, outer = (pool.allocate(self._rows(kind, capacity)) for kind, pool in self._pools.items())
         short = capacity * self._heads * self.adapter.head_dim * self.adapter.dtype.itemsize <= SHORT_BYTES
+        short = short or self.flash is not None or self.adapter.device.type != "cpu"
         self._segments[key] = Segment(capacity, core, outer, short)
         missing = self._pools["core"].tensor.shape[1] - len(self._written)
         if missing > 0:
@@ -107,7 +120,7 @@ class DepthCache(Cache):
         if section == "coda":
             layer += self.adapter.prelude_layers
         self._reading = kind, layer
-        places, pool = self._bound_places(kind), self._pools[kind].tensor[layer]
+        places, pool = self.bound_places(kind), self._pools[kind].tensor[layer]
         key, value = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
         # Under autocast they come in another dtype than the model's. [tokens, 2, kv heads, head dim]
         new = torch.stack((key, value), dim=1).to(pool.dtype)
@@ -142,7 +155,7 @@ class DepthCache(Cache):
 
     def packed(self, pack: Pack) -> torch.Tensor:
         """Keys and values of a pack's spans side by side, `[2, spans, kv heads, longest, head dim]`: a copy, good
-        until the next one is made.
+        until the next one is made, and on a CPU in at least float32.
 
         Entries beyond a span's end are any and have to be masked.
         """
@@ -150,30 +163,44 @@ class DepthCache(Cache):
         pool, rows = self._pools[kind].tensor[layer], pack.rows.flatten()
         if self._copy is None or len(self._copy) < len(rows):
             self._copy = pool.new_empty(len(rows), pool.shape[1])
+            wide = attention_dtype(pool)
+            self._widened = None if wide == pool.dtype else torch.empty_like(self._copy, dtype=wide)
         copied = torch.index_select(pool, 0, rows, out=self._copy[: len(rows)])
+        if self._widened is not None:
+            copied = self._widened[: len(rows)].copy_(copied)
         return copied.view(*pack.rows.shape, 2, self.adapter.kv_heads, -1).permute(2, 0, 3, 1, 4)
 
-    def _bound_places(self, kind: str) -> "Places":
+    def pages(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pool of keys and that of values by pages, `[pages, PAGE, kv heads, head dim]`: views."""
+        kind, layer = self._reading
+        pool = self._pools[kind].tensor[layer]
+        pages = pool[: len(pool) // PAGE * PAGE].view(-1, PAGE, 2, self.adapter.kv_heads, self.adapter.head_dim)
+        return pages[:, :, 0], pages[:, :, 1]
+
+    def bound_places(self, kind: str) -> "Places":
+        """Where the bound spans lie in the pool "core" or "outer": computed once a launch."""
         if kind not in self._places:
             segments = [self._segments[key] for key in self.bound.keys]
-            self._places[kind] = Places(self.bound, segments, kind, self.policy, self._written, self.adapter)
+            paged = self.flash is not None
+            self._places[kind] = Places(self.bound, segments, kind, self.policy, self._written, self.adapter, paged)
         return self._places[kind]
 
     def fill(self, key: int, position: int, depth: int) -> None:
         """Let the slots that the token at `position` never wrote read as the entry of loop `depth`, where it left.
 
-        In long requests by one broadcast copy for all layers; measured faster than one indexed copy for several
-        tokens.
+        In long requests, and where pages are read, by one broadcast copy for all layers; measured faster than one
+        indexed copy for several tokens.
         """
         unwritten = self.policy.unwritten(depth)
         if not unwritten:
             return
         segment = self._segments[key]
-        if segment.short:
+        if segment.short and self.flash is None:
             self._written[segment.core + position] = unwritten[0] - 1
             return
         rows = self._pools["core"].tensor.narrow(1, segment.core, self._rows("core", segment.capacity))
-        entries = rows.view(rows.shape[0], self.policy.slots, self._heads, segment.capacity, -1)[..., position, :]
+        heads = 1 if segment.short else self._heads
+        entries = rows.view(rows.shape[0], self.policy.slots, heads, segment.capacity, -1)[..., position, :]
         entries[:, unwritten[0] :] = entries[:, self.policy.slot(depth), None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -52,6 +52,8 @@ class CDBConfig:
             ends as any other does.
         prepack_weights: on the CPU, keep a copy of the weights in the order that multiplies fastest: True, False, or
             "auto": where the processor gains by it and a quarter of the free memory holds the copy.
+        compile: run each loop as one graph of `torch.compile`; compiling takes from seconds to a minute, once a model
+            and process.
         trace: record every launch in `stats.trace`, with the queues and times; `stats.save_trace` writes a file.
         progress: show a bar of finished rows.
 
@@ -77,6 +79,7 @@ class CDBConfig:
     seeds: Sequence[int] | None = None
     token_limits: Sequence[int] | None = None
     prepack_weights: bool | str = "auto"
+    compile: bool = False
     trace: bool = False
     progress: bool = False
 
@@ -87,7 +90,7 @@ class CDBConfig:
         for name in ("max_depth", "kv_slots", "prefill_chunk_size", "max_prefill_tokens"):
             if getattr(self, name) is not None:
                 self._take_integer(name)
-        for name in ("refill", "trace", "progress"):
+        for name in ("refill", "compile", "trace", "progress"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose True or False.")
         if not isinstance(self.prepack_weights, bool) and self.prepack_weights != "auto":

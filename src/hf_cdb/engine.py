@@ -11,6 +11,8 @@ from .attention import AttentionSwitch
 from .batch import Batch
 from .cache import DepthCache
 from .config import CDBConfig
+from .core_loop import CompiledLoop, EagerLoop
+from .flash import find_flash
 from .kv_policy import KVPolicy
 from .prepack import PrepackedWeights
 from .request import Request
@@ -20,6 +22,7 @@ from .signals import Signal, Signals
 from .spans import Spans
 from .stats import CDBStats
 from .trace import Trace
+from .transfer import to_device
 
 __all__ = ["Engine"]
 
@@ -40,7 +43,9 @@ class Engine:
         self.adapter, self.config = adapter, config
         self.rule = config.exit_rule
         self.rule.bind(adapter, config.max_num_seqs)
-        self.cache = DepthCache(adapter, KVPolicy.create(config.kv_policy, config.max_depth, config.kv_slots))
+        self._attention = AttentionSwitch(adapter.model)
+        policy = KVPolicy.create(config.kv_policy, config.max_depth, config.kv_slots)
+        self.cache = DepthCache(adapter, policy, find_flash(adapter, self._attention.own))
         self.scheduler = Scheduler(
             config.max_num_seqs,
             refill=config.refill,
@@ -65,8 +70,10 @@ class Engine:
         self._states = RowStates()
         self._signals = Signals(self.rule, config.max_num_seqs, adapter.device)
         self._pending: Signal | None = None  # with lookahead: of the last loop, not yet read
-        self._attention = AttentionSwitch(adapter.model)
         self._weights = PrepackedWeights(adapter.model, config.prepack_weights)
+        parts = (adapter, self.cache, self._attention, self._weights)
+        captured = adapter.device.type == "cuda"
+        self._core = CompiledLoop(*parts, captured) if config.compile else EagerLoop(*parts)
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -74,12 +81,13 @@ class Engine:
         Raises:
             ValueError: its key is in use, or its keys and values could never fit into `max_kv_memory`.
         """
-        cost = request.capacity * self.cache.bytes_per_position()
+        positions = self.cache.positions(request.capacity)
+        cost = positions * self.cache.bytes_per_position()
         budget = self.scheduler.budget
         if budget is not None and cost > budget:
             raise ValueError(
                 f"max_kv_memory={self.config.max_kv_memory} is {budget} bytes, but request {request.key} needs {cost}: "
-                f"{request.capacity} positions of {self.cache.bytes_per_position()} bytes. Allow more, or shorten the "
+                f"{positions} positions of {self.cache.bytes_per_position()} bytes. Allow more, or shorten the "
                 "prompt or max_new_tokens."
             )
         self.scheduler.add(
@@ -205,11 +213,9 @@ class Engine:
 
     def _loop(self, batch: Batch) -> Signal:
         """Every row runs one loop more, each at its own depth; then the rule looks at the rows that decode."""
-        layer_inputs = self._address(batch.spans, batch.positions)
         previous = self._states.read("state", batch)
         embeds = self._states.read("embeds", batch)[None] if self.adapter.reads_embeds else None
-        with self._attention, self._weights:
-            state = self.adapter.loop(previous[None], embeds, layer_inputs)[0]
+        state = self._core.run(batch.spans, batch.positions, previous[None], embeds)[0]
         self._states.write("state", batch, state)
         return self._decide(batch, previous, state)
 
@@ -323,7 +329,7 @@ class Engine:
         return (whole, None) if embedding is None else (None, whole)
 
     def _tensor(self, values) -> torch.Tensor:
-        return torch.as_tensor(values, dtype=torch.long, device=self.adapter.device)
+        return to_device(torch.as_tensor(values, dtype=torch.long), self.adapter.device)
 
 
 def _start_options(batch: Batch) -> dict:

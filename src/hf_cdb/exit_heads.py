@@ -24,6 +24,7 @@ from torch import nn
 from transformers.utils import cached_file, logging
 
 from .adapters import LoopAdapter, adapter_for
+from .transfer import to_device
 
 __all__ = [
     "FOLDER",
@@ -137,7 +138,9 @@ class HazardHead(ExitHead):
 
     def forward(self, state: torch.Tensor, loops: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Logits `[...]` of states `[..., width]` after the given loops, integers `[...]` from 1."""
-        loops = torch.as_tensor(loops, dtype=torch.long, device=state.device)
+        if not isinstance(loops, torch.Tensor):
+            loops = to_device(torch.tensor(loops), state.device)
+        loops = loops.to(state.device, torch.long)
         bias = self.bias[(loops - 1).clamp(max=len(self.bias) - 1)]
         return self.project(state, bias[..., None]).squeeze(-1)
 

@@ -15,6 +15,7 @@ from .engine import Engine
 from .exit_heads import FOLDER as HEADS_FOLDER
 from .exit_heads import save_exit_heads
 from .generation_arguments import (
+    check_compile,
     check_guidance,
     check_names,
     check_on_token,
@@ -187,6 +188,7 @@ class CDBGenerationMixin(GenerationMixin):
             given = {**_settings(named), **_settings(cdb)}
             config = take_official_arguments(config, adapter, model_kwargs, given)
             check_names(self, model_kwargs)
+            check_compile(generation_config, config)
             generation_config._cdb = (adapter, config.resolve(adapter))
             generation_config._on_token, generation_config._lazy = on_token, lazy
         return generation_config, model_kwargs

@@ -15,6 +15,7 @@ from .config import CDBConfig, saved_settings
 __all__ = [
     "IDLE_OPTIONS",
     "REFUSED",
+    "check_compile",
     "check_guidance",
     "check_names",
     "check_on_token",
@@ -47,7 +48,7 @@ REFUSED = {
     "token_healing": "it decodes a prompt again before any row has started, which is untested here",
     "prefill_chunk_size": "cdb has a setting of that name, for pieces of one row's prompt: "
     "cdb={'prefill_chunk_size': ...}",
-    "compile_config": "rows of one launch change their number and lengths all the time, and nothing is compiled",
+    "compile_config": "loops are compiled by a setting of cdb, as a whole: cdb={'compile': True}",
     "continuous_batching_config": "it belongs to generate_batch, and cdb schedules by itself: see max_num_seqs and "
     "max_kv_memory",
 }
@@ -190,6 +191,15 @@ def check_guidance(generation_config: GenerationConfig, arguments: dict[str, Any
                 f"{name} beside guidance_scale={scale}: without guidance nothing reads it. Set guidance_scale, or "
                 "leave it out."
             )
+
+
+def check_compile(generation_config: GenerationConfig, config: CDBConfig) -> None:
+    """Refuse to compile and not to compile."""
+    if config.compile and generation_config.disable_compile:
+        raise ValueError(
+            f"disable_compile={generation_config.disable_compile!r} beside compile=True of cdb: one says that nothing "
+            "is compiled, the other that loops are. Leave one out."
+        )
 
 
 def check_replays(stops: Any, generation_config: GenerationConfig) -> None:

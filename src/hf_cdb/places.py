@@ -1,22 +1,29 @@
 """Where the tokens of a launch lie in a pool of keys and values."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy
 import torch
 
 from .adapters import LoopAdapter
+from .flash import PageTable
 from .kv_policy import KVPolicy
 from .spans import Spans
+from .transfer import to_device
 
 __all__ = ["PACK_BYTES", "SHORT_BYTES", "Pack", "Places", "Segment"]
 
-# Measured on the CPU, of the keys and values of a layer: reading a request of up to SHORT_BYTES in a call of its own
+# Measured, on the CPU, of the keys and values of a layer: reading a request of up to SHORT_BYTES in a call of its own
 # costs more than copying it beside others, of which PACK_BYTES at once stay in the processor's caches; and one call
 # less is worth SPLIT_BYTES of padding.
 SHORT_BYTES = 1 << 20
 PACK_BYTES = 6 << 20
 SPLIT_BYTES = 320 << 10
+# Elsewhere, not measured: requests of any length are packed, since calls of their own would cost most; the copy is
+# bounded by the memory that it takes, and ten microseconds of a call are worth what is read in them.
+DEVICE_PACK_BYTES = 1 << 30
+DEVICE_SPLIT_BYTES = 16 << 20
 
 
 @dataclass
@@ -60,7 +67,7 @@ class Pack:
                 position = numpy.arange(longest)
                 seen = position < end if window is None else (position < end) & (position >= end - window)
                 mask = torch.from_numpy(numpy.where(seen, numpy.float32(0), numpy.float32(-numpy.inf)))
-                self._masks[window] = mask.to(self.rows.device, self._dtype)[:, None, None]
+                self._masks[window] = to_device(mask.to(self._dtype), self.rows.device)[:, None, None]
         return self._masks[window]
 
 
@@ -75,6 +82,7 @@ class Places:
         written: int16 `[rows of the core's pool]`, at the first `capacity` rows of a short request: the last slot that
             each of its positions has written. Reading copies anyway, so it takes the entry of a token that left early
             from there, and nothing is filled.
+        paged: attention reads the pool by pages, see `table`, and `packs` and `single` are empty.
 
     Attributes:
         firsts: int64 `[spans]`, the first row of the slot of its loop.
@@ -95,6 +103,7 @@ class Places:
         policy: KVPolicy,
         written: numpy.ndarray,
         adapter: LoopAdapter,
+        paged: bool = False,
     ):
         self._spans, self.segments, self._kind, self._written = spans, segments, kind, written
         self._device, self._dtype = adapter.device, adapter.dtype
@@ -106,8 +115,18 @@ class Places:
         self.firsts = self._origins + self._slots * self._capacities
         short = numpy.array([own.short for own in segments])
         self._address_writes(short)
+        self.packs, self.single = [], []
+        if not paged:
+            self._share_out(short)
 
-        packable = short & (spans.lengths == 1)
+    @cached_property
+    def table(self) -> PageTable:
+        """What the spans read, by pages of the pool."""
+        return PageTable.create(self._spans, self.firsts, self._device)
+
+    def _share_out(self, short: numpy.ndarray) -> None:
+        """Spans of one position of short requests are packed, the others attended to one by one."""
+        packable = short & (self._spans.lengths == 1)
         self.single = [] if packable.all() else numpy.flatnonzero(~packable).tolist()
         self.packs = [self._pack(indices) for indices in self._groups(numpy.flatnonzero(packable))]
 
@@ -131,13 +150,15 @@ class Places:
         if not len(together):
             return []
         ends = self._spans.end[together]
-        longest, most = ends.max(), PACK_BYTES // self._row_bytes
+        on_cpu = self._device.type == "cpu"
+        pack, split = (PACK_BYTES, SPLIT_BYTES) if on_cpu else (DEVICE_PACK_BYTES, DEVICE_SPLIT_BYTES)
+        longest, most = ends.max(), pack // self._row_bytes
         padding = len(ends) * longest - ends.sum()
-        if padding * self._row_bytes <= SPLIT_BYTES and len(ends) * longest <= most:
+        if padding * self._row_bytes <= split and len(ends) * longest <= most:
             return [together]
         order = numpy.argsort(-ends, kind="stable")
         groups = []
-        for first, last in _split(ends[order], max(1, SPLIT_BYTES // self._row_bytes)):
+        for first, last in _split(ends[order], max(1, split // self._row_bytes)):
             step = max(1, int(most // ends[order[first]]))
             groups += [together[numpy.sort(order[at : min(at + step, last)])] for at in range(first, last, step)]
         return groups
@@ -157,7 +178,7 @@ class Places:
         return Pack(rows, ends, tokens, self._dtype)
 
     def _tensor(self, values: numpy.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return to_device(torch.from_numpy(values), self._device)
 
 
 def _split(ends: numpy.ndarray, worth: int) -> list[tuple[int, int]]:

@@ -5,9 +5,9 @@ every launch. Done once, 16 rows take about .55 of the time with AVX-512 and .8 
 of the weights, which lasts as long as the model or until `release`.
 """
 
+import itertools
 import weakref
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import psutil
 import torch
@@ -19,13 +19,14 @@ __all__ = ["PrepackedWeights", "is_plain", "release"]
 LEAST_ELEMENTS = 1 << 17
 
 
-class _Packed(NamedTuple):
-    seen: tuple  # what told the weights from others: dtype, address, and the count of changes that PyTorch keeps
-    probed: torch.Tensor  # the weights times a vector of signs: changes through `.data` are not counted
-    weight: torch.Tensor
-
-
-_PACKED: "weakref.WeakKeyDictionary[nn.Module, _Packed]" = weakref.WeakKeyDictionary()
+_PACKED: "weakref.WeakKeyDictionary[nn.Module, _Multiply]" = weakref.WeakKeyDictionary()
+# A compiled graph cannot hold packed weights, so in it a multiplication is an operator that is told which ones.
+_BY_NUMBER: "weakref.WeakValueDictionary[int, _Multiply]" = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+_OPERATORS = torch.library.Library("hf_cdb_prepack", "DEF")
+_OPERATORS.define("multiply(Tensor x, int number, int width) -> Tensor")
+_OPERATORS.impl("multiply", lambda x, number, width: _BY_NUMBER[number].multiply(x), "CPU")
+torch.library.register_fake("hf_cdb_prepack::multiply", lambda x, number, width: x.new_empty(*x.shape[:-1], width))
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -105,25 +106,43 @@ def _packed(layer: nn.Linear) -> "_Multiply":
     version = None if layer.weight.is_inference() else layer.weight._version
     seen = (weight.dtype, weight.data_ptr(), version)
     signs = torch.randint(2, (weight.shape[1],), generator=torch.Generator().manual_seed(0)) * 2 - 1
-    probed, packed = weight @ signs.to(weight.dtype), _PACKED.get(layer)
-    if packed is None or packed.seen != seen or not torch.equal(packed.probed, probed):
-        packed = _Packed(seen, probed, _reorder(weight))
-        _PACKED[layer] = packed
-    return _Multiply(layer, packed.weight)
+    probed = weight @ signs.to(weight.dtype)
+    packed = _PACKED.get(layer)
+    if packed is None:
+        packed = _PACKED[layer] = _Multiply(layer)
+    if packed.seen != seen or not torch.equal(packed.probed, probed):
+        packed.pack(weight, seen, probed)
+    return packed
 
 
 class _Multiply:
-    """Stands in for the `forward` of a layer."""
+    """Stands in for the `forward` of a layer, always the same one: a compiled graph would not know another.
 
-    def __init__(self, layer: nn.Linear, packed: torch.Tensor):
-        self.layer, self.packed = layer, packed
-        self.bias, self.dtype = layer.bias, layer.weight.dtype
+    Attributes:
+        seen: what tells its weights from others: dtype, address, and the count of changes that PyTorch keeps.
+        probed: the weights times a vector of signs: changes through `.data` are not counted.
+    """
+
+    def __init__(self, layer: nn.Linear):
+        self.layer = weakref.proxy(layer)  # which is the key that this is found under
+        self.width, self.number, self.seen = layer.out_features, next(_NUMBERS), ()
+        _BY_NUMBER[self.number] = self
+
+    def pack(self, weight: torch.Tensor, seen: tuple, probed: torch.Tensor) -> None:
+        """Take these weights from now on."""
+        self.packed, self.dtype, self.seen, self.probed = _reorder(weight), weight.dtype, seen, probed
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         # Another thread may train the model meanwhile, autocast it, or give it anything else that a layer takes.
         if torch.is_grad_enabled() or x.dtype != self.dtype or torch.is_autocast_enabled("cpu"):
             return nn.functional.linear(x, self.layer.weight, self.layer.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        if torch.compiler.is_compiling():
+            return torch.ops.hf_cdb_prepack.multiply(x, self.number, self.width)
+        return self.multiply(x)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """The product with the packed weights, and the bias."""
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.layer.bias, "none", [], "")
 
 
 def _reorder(weight: torch.Tensor) -> torch.Tensor:

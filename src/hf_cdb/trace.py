@@ -28,7 +28,8 @@ class TracedLaunch:
         waiting: requests without a place, when the launch was chosen.
         entering, looping, left: rows that were ready for the prelude, the loop and the coda then, its own included.
         start: seconds from the start of the first launch.
-        duration: seconds, from choosing the launch to its results having been taken in.
+        duration: seconds, from choosing the launch to its results having been taken in; with lookahead on a device
+            those of a loop come later.
     """
 
     stage: str

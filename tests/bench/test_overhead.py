@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from hf_cdb import CDBConfig
+from hf_cdb.bench import null_model
 from hf_cdb.bench.null_model import NullAdapter, NullSampler
 from hf_cdb.bench.overhead import PARTS, fit_line, measure, measure_requests
 from hf_cdb.bench.part_clock import PartClock
+from hf_cdb.cache import DepthCache
 from hf_cdb.cli import main
 from hf_cdb.engine import Engine
 from hf_cdb.exits import Gate
+from hf_cdb.places import Places
 from hf_cdb.request import Request
 from hf_cdb.scheduler import Scheduler
 
@@ -105,20 +108,16 @@ def test_rows_of_nothing_run_as_others_do():
 
 def test_the_parts_of_a_launch_by_hand(monkeypatch):
     """A clock that stands still but for work of known length; that of the stand-ins is a thousand times longer."""
-    now, layers = Clock(), []
+    now = Clock()
 
     def working(owner, name, seconds):
         plain = getattr(owner, name)
 
         def method(*arguments):
-            now.seconds += seconds() if callable(seconds) else seconds
+            now.seconds += seconds
             return plain(*arguments)
 
         monkeypatch.setattr(owner, name, method)
-
-    def layer():
-        layers.append(1)
-        return 9_000 if len(layers) % 2 else 8_960  # the first of a launch has the addressing to do, 40 s
 
     for owner, name, seconds in (
         (Scheduler, "next", 1),
@@ -127,13 +126,15 @@ def test_the_parts_of_a_launch_by_hand(monkeypatch):
         (Engine, "_decide", 7),
         (Gate, "begin", 8),
         (Engine, "_ends", 100),
-        (NullAdapter, "_layer", layer),
+        (Places, "__init__", 40),
+        (DepthCache, "update", 9_000),
+        (null_model, "depth_attention", 9_000),
         (NullAdapter, "gate_logits", 1_000),
         (NullAdapter, "prelude", 10_000),
         (NullSampler, "choose", 2_000),
     ):
         working(owner, name, seconds)
-    monkeypatch.setattr("hf_cdb.bench.overhead.PartClock", lambda: PartClock(now))
+    monkeypatch.setattr("hf_cdb.bench.null_model.PartClock", lambda: PartClock(now))
     found = {"prelude": 0, "loop": 0, "coda": 0}
     for entry in measure(rows=6, launches=8, prompt=3, hidden=4):
         found[entry["stage"]] += 1
@@ -166,7 +167,7 @@ def test_a_request_comes_and_goes(monkeypatch):
 
     slow("add_request", 7)
     slow("cancel", 5)
-    monkeypatch.setattr("hf_cdb.bench.overhead.PartClock", lambda: PartClock(now))
+    monkeypatch.setattr("hf_cdb.bench.null_model.PartClock", lambda: PartClock(now))
     found = measure_requests(rows=4, prompt=3, hidden=4)
     assert found == {"arrive": 7, "enter": 0, "end": 5}
     assert sorted(ended[4:]) == [0, 1, 2, 3]

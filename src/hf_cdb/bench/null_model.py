@@ -25,8 +25,8 @@ class NullAdapter(LoopAdapter):
     """Stages that hand out slices of tensors made beforehand.
 
     The loop has one attention layer of one head of size 1, which goes through the cache and the attention function as
-    every layer does: the first such layer of a launch makes the launch's addressing, which is engine time. It is told
-    from the work of the layer by doing that twice.
+    every layer does. What the first layer of a launch computes once for all of them, the places and the masks, is
+    engine time; the writes and the attention itself are the model's.
 
     Args:
         rows: rows in flight at most.
@@ -43,7 +43,7 @@ class NullAdapter(LoopAdapter):
     def __init__(self, rows: int, hidden: int, depth: int, tokens: int, seed: int):
         super().__init__(_NullModel())
         self.full_depth = depth
-        self.clock: PartClock | None = None
+        self.clock = PartClock()
         self._states = torch.zeros(1, tokens, hidden)
         self._logits = torch.zeros(rows, self.vocab_size)
         self._entries = torch.zeros(1, 1, tokens, 1)
@@ -63,20 +63,13 @@ class NullAdapter(LoopAdapter):
 
     def loop(self, state, embeds, layer_inputs):
         cache, entries = layer_inputs["cache"], self._entries[:, :, : state.shape[1]]
-        if self.clock is None:
-            self._layer(cache, entries)
-            return self._states[:, : state.shape[1]]
-        self.clock.enter("addressing")
-        self._layer(cache, entries)
-        self.clock.leave()
-        began = self.clock.now()
-        self._layer(cache, entries)
-        self.clock.move(self.clock.now() - began, "addressing", "model")
-        return self._states[:, : state.shape[1]]
-
-    def _layer(self, cache, entries):
         cache.update(entries, entries, 0)
+        self.clock.enter("addressing")
+        for pack in cache.places.packs:
+            pack.mask(None)
+        self.clock.leave()
         depth_attention(self.model, entries, entries, entries, None, 1.0, cache)
+        return self._states[:, : state.shape[1]]
 
     def coda(self, state, layer_inputs, keep=None):
         return self._logits[: state.shape[1] if keep is None else len(keep)]

@@ -125,11 +125,12 @@ def _engine(
 
 def _watch(engine: Engine, adapter: NullAdapter, sampler: NullSampler) -> PartClock:
     """Have a clock told whose turn it is. What comes after the model is its results' and no longer gathering."""
-    clock = PartClock()
+    clock = adapter.clock
     for name in ("next", "commit"):
         clock.watch(engine.scheduler, name, "scheduler")
     clock.watch(engine, "_batch", "addressing")
     clock.watch(engine.cache, "bind", "addressing")
+    clock.watch(engine.cache, "bound_places", "addressing")
     clock.watch(engine, "_decide", "rule")
     clock.watch(engine.rule, "begin", "rule")
     for stage in STAGES:
@@ -137,7 +138,6 @@ def _watch(engine: Engine, adapter: NullAdapter, sampler: NullSampler) -> PartCl
     for name in ("start", "gate_logits", "layer_inputs"):
         clock.watch(adapter, name, "model")
     clock.watch(sampler, "choose", "sampling")
-    adapter.clock = clock
     return clock
 
 

@@ -48,11 +48,6 @@ class PartClock:
         if then is not None:
             self._stack[-1] = then
 
-    def move(self, seconds: float, source: str, target: str) -> None:
-        """Count time of `source` as that of `target`."""
-        self._seconds[source] -= seconds
-        self._seconds[target] += seconds
-
     def watch(self, owner: Any, name: str, part: str, then: str | None = None) -> None:
         """Have every call of the method `name` of this object count as `part`; see `leave` for `then`.
 

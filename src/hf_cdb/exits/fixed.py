@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+import torch
+
+from ..transfer import to_device
 from .rule import ExitRule
 
 __all__ = ["Never", "Replay"]
@@ -32,14 +35,11 @@ class Replay(ExitRule):
         self.copies = 1  # rows of the call that share a row of depths, set by every call
         super().__init__()
 
-    def bind(self, adapter, places):
-        super().bind(adapter, places)
-        self._wanted = [0] * places
-
     def begin(self, places, embeds, start, tokens):
-        for place, (row, index) in zip(places.tolist(), tokens, strict=True):
-            self._wanted[place] = self.depths[row // self.copies][index]
+        wanted = torch.tensor([self.depths[row // self.copies][index] for row, index in tokens])
+        wanted = to_device(wanted, places.device)
+        self.memory("wanted", wanted, 0)[places] = wanted
 
     def leave(self, places, depths, previous, state, logits):
-        reached = [depth + self.lookahead for depth in depths]
-        return [depth >= self._wanted[place] for place, depth in zip(places.tolist(), reached, strict=True)]
+        reached = to_device(torch.tensor(depths), places.device) + self.lookahead
+        return reached >= self._memory["wanted"][places]

@@ -6,6 +6,7 @@ from torch import nn
 from ..adapters import LoopAdapter
 from ..exit_heads import ExitHead, HazardHead
 from ..precision import at_least_float32
+from ..transfer import to_device
 from .rule import ExitRule, check_probability
 
 __all__ = ["Gate", "Preloop"]
@@ -106,7 +107,8 @@ class Preloop(ExitRule):
         self.memory("depth", depth, 0)[places] = depth
 
     def leave(self, places, depths, previous, state, logits):
-        return torch.tensor(depths, device=places.device) + self.lookahead >= self._memory["depth"][places]
+        reached = to_device(torch.tensor(depths), places.device) + self.lookahead
+        return reached >= self._memory["depth"][places]
 
 
 def _check_head(rule: Gate | Preloop, adapter: LoopAdapter, kinds: tuple[str, ...]) -> None:
