@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_cdb import CDBConfig
+from hf_cdb.adapters import adapter_for
+from hf_cdb.engine import Engine
 from hf_cdb.prefill import share_out
+from hf_cdb.request import Request
+from hf_cdb.sampling import Sampler
 from hf_cdb.scheduler import Scheduler
+
+from .toy import ToyModel, predict, toy_prompt
 
 FULL_DEPTH = 3
 STAGES = [("prelude", 0), *(("loop", depth) for depth in range(1, FULL_DEPTH + 1)), ("coda", FULL_DEPTH)]
@@ -187,3 +194,32 @@ def test_without_refill_a_short_prompt_waits_for_the_long_one_of_its_cohort():
     _, launches = run([(0, 12, []), (0, 2, [])], Scheduler(2, refill=False, max_prefill_tokens=4))
     stages = [launch.stage for launch, _ in launches]
     assert "loop" not in stages[stages.index("coda") :]
+
+
+@pytest.mark.parametrize("victim", range(4))
+@pytest.mark.parametrize("moment", range(0, 30, 5))
+def test_the_engine_cancels_a_prompt_between_its_pieces(victim, moment):
+    """Prompts of 7, 1, 5 and 4 in pieces: the other rows' tokens are those by hand, and nothing stays behind."""
+    model = ToyModel()
+    adapter = adapter_for(model)
+    engine = Engine(adapter, CDBConfig(max_num_seqs=3, max_prefill_tokens=3).resolve(adapter))
+    prompts = [toy_prompt(row + 1, *range(row, row + length)) for row, length in enumerate((7, 1, 5, 4))]
+    sampler = Sampler([()] * 4, prompts, do_sample=False)
+    requests = [
+        Request(key=row, row=row, max_new_tokens=4, sampler=sampler, prompt_ids=prompt)
+        for row, prompt in enumerate(prompts)
+    ]
+    for request in requests:
+        engine.add_request(request)
+    for _ in range(moment):
+        engine.step()
+    if not requests[victim].ended:
+        engine.cancel(victim)
+    engine.run()
+    for request, prompt in zip(requests, prompts, strict=True):
+        expected = predict(model.config, prompt.tolist(), 4)
+        assert request.status in ("finished", "cancelled" if request.key == victim else "finished")
+        tokens, depths = expected.tokens, expected.exit_depths
+        assert (request.tokens, request.exit_depths) == (tokens[: len(request.tokens)], depths[: len(request.tokens)])
+        assert request.status == "cancelled" or request.tokens == tokens
+    assert engine.cache.core_bytes == engine.cache.outer_bytes == len(engine.scheduler) == 0
