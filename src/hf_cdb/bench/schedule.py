@@ -144,7 +144,7 @@ def _print(arguments: argparse.Namespace, rows: list[dict]) -> None:
     arriving = "all at once" if arguments.rate is None else f"{arguments.rate:g} a second"
     print(f"{arguments.requests} requests, {arriving}, {arguments.width} in flight.\n")
     columns = {"bound": "d", "overtakes": "d", "order": "", "class": "", "requests": "d", "missed": ".1%"}
-    columns |= {f"{heading} {part}": ".4g" for heading, parts in _SHOWN.values() for part in parts}
+    columns |= {f"{heading} {part}": ".1f" for heading, parts in _SHOWN.values() for part in parts}
     lines = []
     for row in rows:
         line = dict(row)
