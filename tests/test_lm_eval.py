@@ -135,6 +135,7 @@ def test_scores_are_those_of_the_depth(model, depth):
         assert greedy == bool((lines.argmax(-1) == ends).all())
     (run,) = ours.get_model_info()["cdb"]["runs"]
     assert run == {**run, "requests": "loglikelihood", "exit_rule": "never", "max_depth": depth or full}
+    assert run["mean_depth"] == (depth or full)
     whole = harness(HFLM, model).loglikelihood(scored, True)
     assert (answers == whole) == (depth is None)
 
@@ -205,3 +206,4 @@ def test_the_command_line(tmp_path):
     assert results["config"]["cdb"]["mean_depth"] == pytest.approx(output.stats.mean_depth)
     (run,) = results["config"]["cdb"]["runs"]
     assert run["exit_threshold"] == 0.1
+    assert f"generate_until with exit_rule=confidence: mean depth {output.stats.mean_depth:.3f}" in done.stderr

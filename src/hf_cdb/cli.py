@@ -2,23 +2,34 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from typing import Any
 
-from . import trace_command
+from . import calibrate_command, trace_command
 from .bench import overhead, quick, schedule, simulate, step, throughput
+from .evaluation import command as evaluation_command
+from .hub import command as hub_command
+from .robustness import command as robustness_command
 from .training import gate_command, tables_command, tiny_command
 
 __all__ = ["build_parser", "main"]
 
-# Group -> command -> (what it does, what adds its arguments and sets its `run`).
-COMMANDS: dict[str, dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]]] = {
+# What a command does, and what adds its arguments and sets its `run`.
+Command = tuple[str, Callable[[argparse.ArgumentParser], None]]
+
+# Group -> command; those of PLAIN are called by their name alone.
+COMMANDS: dict[str, dict[str, Command]] = {
     "train": {
         "tiny": ("train a small looped model from a recipe file", tiny_command.add_arguments),
         "gate": ("train an exit head of a looped model and save it beside the model", gate_command.add_arguments),
     },
     "measure": {"depth": ("quality by depth and by exit threshold, as tables", tables_command.add_arguments)},
     "trace": {"show": ("what a recorded run launched, as tables", trace_command.add_arguments)},
+    "hub": {
+        "export": ("a folder to upload: weights, model card, custom_generate", hub_command.add_export_arguments),
+        "card": ("the model card alone, into a model's folder", hub_command.add_card_arguments),
+    },
     "bench": {
         "throughput": ("tokens per second of the engine and of stock generation", throughput.add_arguments),
         "step": ("time of one launch by rows and context", step.add_arguments),
@@ -28,11 +39,17 @@ COMMANDS: dict[str, dict[str, tuple[str, Callable[[argparse.ArgumentParser], Non
         "overhead": ("time of a launch that the engine takes itself", overhead.add_arguments),
     },
 }
+PLAIN: dict[str, Command] = {
+    "calibrate": ("choose the exit threshold that keeps a share of the quality", calibrate_command.add_arguments),
+    "robustness": ("what wrong exit predictions cost, as tables and a picture", robustness_command.add_arguments),
+    "eval": ("quality beside speed: a model's tasks at full depth and with cdb", evaluation_command.add_arguments),
+}
 GROUPS = {
     "trace": "look at recorded runs",
     "train": "train models",
     "measure": "measure quality",
     "bench": "measure speed",
+    "hub": "share models",
 }
 
 
@@ -45,19 +62,25 @@ def build_parser() -> argparse.ArgumentParser:
         parsers = groups.add_parser(group, help=GROUPS[group]).add_subparsers(
             dest="command", required=True, metavar="COMMAND"
         )
-        for command, (summary, add_arguments) in commands.items():
-            add_arguments(parsers.add_parser(command, help=summary, description=f"{summary.capitalize()}."))
+        _add_commands(parsers, commands)
+    _add_commands(groups, PLAIN)
     return parser
 
 
+def _add_commands(parsers: Any, commands: Mapping[str, Command]) -> None:
+    for command, (summary, add_arguments) in commands.items():
+        add_arguments(parsers.add_parser(command, help=summary, description=f"{summary.capitalize()}."))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status: 0, or 2 after an error that the user can mend, told in one line."""
+    """Run a command; its exit status: 0, what the command says, or 2 after an error that the user can mend, told in one
+    line."""
     parsed = build_parser().parse_args(arguments)
     try:
-        parsed.run(parsed)
+        return parsed.run(parsed) or 0
     except (ValueError, OSError, FloatingPointError) as error:
         if parsed.traceback:
             raise
-        print(f"hf-cdb {parsed.group} {parsed.command}: error: {error}", file=sys.stderr)
+        command = " ".join(["hf-cdb", parsed.group, *([parsed.command] if parsed.group in GROUPS else [])])
+        print(f"{command}: error: {error}", file=sys.stderr)
         return 2
-    return 0

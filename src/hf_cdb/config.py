@@ -12,6 +12,7 @@ import torch
 from transformers.utils import logging
 
 from .adapters import LoopAdapter
+from .calibrated import SETTINGS, calibrated_threshold
 from .exit_heads import ExitHead, head_for
 from .exits import RULES, ArgmaxStability, ExitRule, make_rule
 from .kv_policy import POLICIES
@@ -32,6 +33,8 @@ class CDBConfig:
             `confidence`, `never`, `replay`, an `ExitRule`, or `auto`: the gate where the model has one, else
             latent-diff.
         exit_threshold: on the rule's own scale; default the rule's, and for a gate the checkpoint's.
+        quality: in place of a threshold, the share of full depth's quality to keep: the threshold that `hf-cdb
+            calibrate` found for it with these settings, or the one for the next higher quality.
         lookahead: 1: a decision takes effect one loop later.
         kv_policy: which keys and values stand for the loops that a token did not run: `last_exited`, `shared`,
             `first_then_shared`, `modular`, or `auto`: the exact one for the model.
@@ -65,6 +68,7 @@ class CDBConfig:
     min_depth: int = 1
     exit_rule: str | ExitRule = "auto"
     exit_threshold: float | None = None
+    quality: float | None = None
     lookahead: int = 0
     kv_policy: str = "auto"
     kv_slots: int | None = None
@@ -146,6 +150,8 @@ class CDBConfig:
                 f"exit_threshold={threshold!r}: choose one number, on the scale of the exit rule, or None for the "
                 "rule's own default."
             )
+        if self.quality is not None:
+            self._check_quality()
         if isinstance(rule, ExitRule):
             if self.exit_threshold is not None:
                 raise ValueError(
@@ -165,6 +171,23 @@ class CDBConfig:
             raise ValueError(
                 f"exit_rule={rule!r} with exit_depths={'given' if self.exit_depths is not None else None}: the depths "
                 "to replay and exit_rule='replay' need each other. Pass both or none."
+            )
+
+    def _check_quality(self) -> None:
+        quality, rule = self.quality, self.exit_rule
+        if isinstance(quality, bool) or not isinstance(quality, numbers.Real) or not 0 < quality < 1:
+            raise ValueError(
+                f"quality={quality!r}: choose a number between 0 and 1, such as 0.99; all of it is exit_rule='never'."
+            )
+        if self.exit_threshold is not None:
+            raise ValueError(
+                f"quality={quality} beside exit_threshold={self.exit_threshold}: the quality stands for a threshold "
+                "that was calibrated. Give one of them."
+            )
+        if isinstance(rule, ExitRule) or rule in ("never", "replay"):
+            raise ValueError(
+                f"quality={quality} beside exit_rule={rule!r}: it stands for the threshold of a rule by name. Drop it, "
+                "or choose another rule."
             )
 
     def _check_policy(self) -> None:
@@ -190,8 +213,8 @@ class CDBConfig:
 
         Args:
             value: True: the saved settings; a dict: merged into them; a CDBConfig: replaces them. A dict that names
-                another exit rule than the saved one does without the saved threshold and depths, which belong to that
-                rule.
+                another exit rule than the saved one does without the saved threshold, quality and depths, which belong
+                to that rule; a threshold takes the place of a saved quality, and a quality that of a saved threshold.
             saved: see `saved_settings`.
             adapter: tells which rule "auto" is, so that the same rule under both names keeps its threshold.
 
@@ -206,8 +229,11 @@ class CDBConfig:
         given = dict(value) if isinstance(value, Mapping) else {}
         rules = [rule_name(settings.get("exit_rule", "auto"), adapter) for settings in (given, saved)]
         if "exit_rule" in given and rules[0] != rules[1]:
-            for name in ("exit_threshold", "exit_depths"):
+            for name in ("exit_threshold", "quality", "exit_depths"):
                 saved.pop(name, None)
+        for name, other in (("exit_threshold", "quality"), ("quality", "exit_threshold")):
+            if given.get(name) is not None:
+                saved.pop(other, None)
         settings = {**saved, **given}
         names = [field.name for field in dataclasses.fields(cls)]
         for name in settings:
@@ -247,6 +273,14 @@ class CDBConfig:
             )
         return self.changed()
 
+    def calibrated_for(self, adapter: LoopAdapter) -> dict[str, Any]:
+        """What a calibrated threshold holds for, by the names of `calibrated.SETTINGS`, with the model's defaults."""
+        policy = adapter.default_kv_policy if self.kv_policy == "auto" else self.kv_policy
+        slots = (self.kv_slots or 2) if policy in ("first_then_shared", "modular") else None
+        depth = adapter.full_depth if self.max_depth is None else self.max_depth
+        rule = rule_name(self.exit_rule, adapter)
+        return dict(zip(SETTINGS, (rule, self.lookahead, policy, slots, self.min_depth, depth), strict=True))
+
     def resolve(self, adapter: LoopAdapter) -> "CDBConfig":
         """The same settings with every default that the model decides filled in; warns once of doubtful ones.
 
@@ -263,13 +297,16 @@ class CDBConfig:
         if self.min_depth > depth:
             raise ValueError(f"min_depth={self.min_depth} exceeds the {depth} loops of {name}. Lower it.")
         rule = rule_name(self.exit_rule, adapter)
+        policy = adapter.default_kv_policy if self.kv_policy == "auto" else self.kv_policy
         threshold = self.exit_threshold
-        if threshold is None and rule == "gate":
+        if self.quality is not None:
+            settings = self.calibrated_for(adapter)
+            threshold = calibrated_threshold(getattr(adapter.model, "generation_config", None), self.quality, settings)
+        elif threshold is None and rule == "gate":
             threshold = adapter.default_threshold
         if not isinstance(rule, ExitRule):
             rule = make_rule(rule, threshold, self.exit_depths, self._head(rule, adapter))
         rule.configure(adapter, depth, self.lookahead)
-        policy = adapter.default_kv_policy if self.kv_policy == "auto" else self.kv_policy
         if policy == "shared" and adapter.model_type == "ouro":
             logger.warning_once(
                 "kv_policy='shared' ruins Ouro's answers: one shared slot was measured at 0.23 on GSM8K against 77.86 "
@@ -279,8 +316,24 @@ class CDBConfig:
         if reason is not None:
             logger.warning_once(f"Nothing can leave early: {reason}")
         return dataclasses.replace(
-            self, max_depth=depth, exit_rule=rule, exit_threshold=None, exit_depths=None, kv_policy=policy
+            self, max_depth=depth, exit_rule=rule, exit_threshold=None, quality=None, exit_depths=None, kv_policy=policy
         )
+
+    def described(self, adapter: LoopAdapter) -> dict[str, Any]:
+        """All settings by name, with what the model decides filled in; an exit rule by its name and threshold.
+
+        Raises:
+            ValueError: as `resolve`.
+        """
+        resolved = self.resolve(adapter)
+        return {
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
+            "exit_rule": resolved.exit_rule.name,
+            "exit_threshold": resolved.exit_rule.threshold,
+            "quality": None,  # the threshold is what it stood for
+            "max_depth": resolved.max_depth,
+            "kv_policy": resolved.kv_policy,
+        }
 
     def _why_nothing_leaves(self, rule: ExitRule, depth: int, name: str) -> str | None:
         """The reason and the way out where every token would run `depth` loops though exits are on."""

@@ -10,7 +10,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .adapters import adapter_for
 from .config import CDBConfig, saved_settings
-from .exits import ExitRule, Replay
+from .exits import ExitRule, Replay, Wrapped
 from .row_copies import Copier
 
 __all__ = ["Comparison", "Diagnosis", "Difference", "diagnose"]
@@ -213,29 +213,23 @@ class _Row:
         return _Row(*(part[:length] for part in (self.tokens, self.depths, self.scores, self.exit_scores)))
 
 
-class _Watched(ExitRule):
+class _Watched(Wrapped):
     """A rule whose scores are written down, by row and token."""
 
     def __init__(self, rule: ExitRule):
-        self.rule, self.name, self.needs_logits = rule, rule.name, rule.needs_logits
         self.scores: dict[tuple[int, int], list[float]] = {}
-        super().__init__(rule.threshold)
-
-    def configure(self, adapter, depth, lookahead):
-        super().configure(adapter, depth, lookahead)
-        self.rule.configure(adapter, depth, lookahead)
+        super().__init__(rule)
 
     def bind(self, adapter, places):
         super().bind(adapter, places)
-        self.rule.bind(adapter, places)
         self._tokens: dict[int, tuple[int, int]] = {}
 
     def begin(self, places, embeds, start, tokens):
         self._tokens.update(zip(places.tolist(), tokens, strict=True))
-        self.rule.begin(places, embeds, start, tokens)
+        super().begin(places, embeds, start, tokens)
 
     def leave(self, places, depths, previous, state, logits):
-        flags = self.rule.leave(places, depths, previous, state, logits)
+        flags = super().leave(places, depths, previous, state, logits)
         if self.rule.score is not None:
             for place, score in zip(places.tolist(), self.rule.score.tolist(), strict=True):
                 self.scores.setdefault(self._tokens[place], []).append(score)

@@ -51,7 +51,8 @@ class PageTable(NamedTuple):
 
     @classmethod
     def create(cls, spans: Spans, firsts: numpy.ndarray, device: torch.device) -> "PageTable":
-        """
+        """The table of a launch.
+
         Args:
             spans: of the launch.
             firsts: int64 `[spans]`, the row of the pool where each reads its first position, a multiple of `PAGE`.

@@ -7,6 +7,7 @@ extra `eval` of this package.
 """
 
 import dataclasses
+import logging
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from .generation import enable_cdb
 from .stats import CDBStats
 
 __all__ = ["CDBHarnessModel"]
+
+logger = logging.getLogger("lm_eval.hf_cdb")  # below the harness's own, the only one that its command sets up
 
 
 @register_model("hf-cdb")
@@ -95,7 +98,7 @@ class CDBHarnessModel(HFLM):
             self._record({"requests": "generate_until", "cdb": False})
         else:
             self.cdb_stats.append(stats)
-            self._record({"requests": "generate_until", **self._settings(cdb)}, stats)
+            self._record({"requests": "generate_until", **cdb.described(self._adapter)}, stats)
         return output.sequences
 
     def _config_of_task(self, cdb: Any) -> CDBConfig | bool:
@@ -112,7 +115,8 @@ class CDBHarnessModel(HFLM):
                 "generates, or pass exit_rule=never, with max_depth=... for that number."
             )
         self._adapter.plain_arguments(self._resolved.max_depth)  # refuses a depth before anything runs
-        self._record({"requests": "loglikelihood", **self._settings(self.cdb_config)})
+        depth = {"mean_depth": self._resolved.max_depth}
+        self._record({"requests": "loglikelihood", **self.cdb_config.described(self._adapter), **depth})
         return super()._loglikelihood_tokens(*args, **kwargs)
 
     def _model_call(self, inps: torch.Tensor) -> torch.Tensor:
@@ -128,18 +132,6 @@ class CDBHarnessModel(HFLM):
             enabled=self.mixed_precision_dtype is not None,
         )
 
-    def _settings(self, config: CDBConfig) -> dict[str, Any]:
-        """All settings, with what the model decides filled in."""
-        resolved = config.resolve(self._adapter)
-        settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-        return {
-            **settings,
-            "exit_rule": resolved.exit_rule.name,
-            "exit_threshold": resolved.exit_rule.threshold,
-            "max_depth": resolved.max_depth,
-            "kv_policy": resolved.kv_policy,
-        }
-
     def _record(self, settings: dict[str, Any], stats: CDBStats | None = None) -> None:
         counts = next((counts for ran, counts in self._ran if ran == settings), None)
         if counts is None:
@@ -149,8 +141,12 @@ class CDBHarnessModel(HFLM):
 
     def get_model_info(self) -> dict:
         """As the harness's, and under `cdb` the tokens and mean depth of all generation with cdb so far, and in `runs`
-        the settings that requests ran with, each with its own tokens and mean depth."""
+        the settings that requests ran with, each with its own tokens and mean depth. The harness asks for it when all
+        has run, so the mean depths are logged too."""
         runs = [{**settings, **(_counts(stats) if stats else {})} for settings, stats in self._ran]
+        for run in runs:
+            if run.get("mean_depth") is not None:
+                logger.info("%(requests)s with exit_rule=%(exit_rule)s: mean depth %(mean_depth).3f", run)
         return {**super().get_model_info(), "cdb": {**_counts(self.cdb_stats), "runs": runs}}
 
 

@@ -17,7 +17,7 @@ _KEYWORDS = {
     "max_depth": "num_steps",
     "kv_policy": "cache_lookup_strategy",
 }
-_DECIDES = ("exit_rule", "exit_threshold")
+_DECIDES = ("exit_rule", "exit_threshold", "quality")
 _UNDECIDED = (None, "auto", "never")
 _STEPS = ("exit_at_step", "early_exit_step")
 
@@ -68,7 +68,7 @@ def take_official_arguments(
         if "max_depth" in wanted:
             raise ValueError(f"{name}={step} and {wanted['max_depth'][0]} both name the depth. Pass one of them.")
         wanted["max_depth"] = (f"{name}={step}, which is {step + 1} loops,", step + 1)
-        config = dataclasses.replace(config, exit_rule="never", exit_threshold=None)
+        config = dataclasses.replace(config, exit_rule="never", exit_threshold=None, quality=None)
     if model_kwargs.pop("use_weighted_exit", False):
         raise ValueError(
             "use_weighted_exit=True needs the states of all loops, which cdb exists to skip. Drop it, or cdb=False."
@@ -83,8 +83,11 @@ def take_official_arguments(
             )
         changes[setting] = value
     rule = rule_name(changes.get("exit_rule", config.exit_rule), adapter)
-    if rule != rule_name(config.exit_rule, adapter) and "exit_threshold" not in given:
+    another = rule != rule_name(config.exit_rule, adapter)
+    if another and "exit_threshold" not in given:
         changes.setdefault("exit_threshold", None)  # that of the saved rule is on another scale
+    if (another or "exit_threshold" in changes) and "quality" not in given:
+        changes["quality"] = None  # the saved one stands for a threshold
     return dataclasses.replace(config, **changes)
 
 

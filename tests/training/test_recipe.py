@@ -93,7 +93,7 @@ def test_files_that_are_no_recipes(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         load_recipe(tmp_path / "none.yaml")
     (tmp_path / "list.yaml").write_text("- 1")
-    with pytest.raises(ValueError, match="holds list, but a recipe is a mapping"):
+    with pytest.raises(ValueError, match="holds list, but a mapping"):
         load_recipe(tmp_path / "list.yaml")
     values = yaml.safe_load(SMOKE.read_text())
     del values["objective"]

@@ -169,11 +169,12 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r}")
 
 
-def save_plot(path: Path | None, draw: Callable[[Any, Any], None], panels: int = 1) -> None:
+def save_plot(path: Path | None, draw: Callable[[Any, Any], None], panels: int = 1, dpi: int = 120) -> None:
     """Draw into a PNG; nothing without a path.
 
     Args:
         draw: called with matplotlib's figure and its axes, one or an array of `panels` side by side.
+        dpi: dots per inch; a panel is 6.4 inches wide.
 
     Raises:
         ValueError: matplotlib is not installed, or the file would be no PNG.
@@ -183,7 +184,7 @@ def save_plot(path: Path | None, draw: Callable[[Any, Any], None], panels: int =
     figure, axes = _subplots(path, panels)
     draw(figure, axes)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=dpi)
 
 
 def check_plot(path: Path | None) -> None:

@@ -12,8 +12,9 @@ from .criteria import ArgmaxStability, Confidence, Cosine, EntropyDiff, KLDiverg
 from .fixed import Never, Replay
 from .gates import Gate, Preloop
 from .rule import ExitRule
+from .wrapped import Wrapped
 
-__all__ = ["RULES", "ArgmaxStability", "ExitRule", "Gate", "Never", "Preloop", "Replay", "make_rule"]
+__all__ = ["RULES", "ArgmaxStability", "ExitRule", "Gate", "Never", "Preloop", "Replay", "Wrapped", "make_rule"]
 
 RULES: dict[str, type[ExitRule]] = {
     rule.name: rule

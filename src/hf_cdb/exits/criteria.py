@@ -122,6 +122,7 @@ class ArgmaxStability(ExitRule):
     needs_logits = True
     reads_previous = False
     default_threshold = 5
+    higher_is_deeper = True
 
     def check(self):
         if isinstance(self.threshold, bool) or not self.threshold >= 1 or self.threshold % 1 != 0:
@@ -150,6 +151,7 @@ class Confidence(ExitRule):
     needs_logits = True
     reads_previous = False
     default_threshold = 0.9
+    higher_is_deeper = True
 
     def check(self):
         check_probability(self)

@@ -27,6 +27,7 @@ class Gate(ExitRule):
     name = "gate"
     reads_previous = False
     default_threshold = 1.0
+    higher_is_deeper = True
     default_head_threshold = 0.5
 
     def __init__(self, threshold: float | None = None, head: HazardHead | None = None):
@@ -75,6 +76,7 @@ class Preloop(ExitRule):
     name = "preloop"
     reads_state = reads_previous = False
     default_threshold = 0.5
+    higher_is_deeper = True
 
     def __init__(self, head: nn.Module | None = None, threshold: float | None = None):
         if head is None:

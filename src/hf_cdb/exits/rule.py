@@ -19,6 +19,7 @@ class ExitRule(ABC):
         reads_state, reads_previous: whether `leave` reads `state` (or calls `logits`) and `previous`; False spares
             gathering the rows of that tensor, and it comes with all rows of the launch.
         default_threshold: used where none is given.
+        higher_is_deeper: whether a higher threshold lets tokens leave later.
         lookahead: 1 where a True takes effect one loop later; set by `configure`.
         score: what the last call of `leave` held against the threshold, `[rows]`; None where the rule has no such
             number. `hf_cdb.diagnose` reads it.
@@ -29,6 +30,7 @@ class ExitRule(ABC):
     reads_state: bool = True
     reads_previous: bool = True
     default_threshold: float | None = None
+    higher_is_deeper: bool = False
     lookahead: int = 0
     score: torch.Tensor | None = None
 

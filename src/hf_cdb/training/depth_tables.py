@@ -21,8 +21,6 @@ from .text import chapters
 
 __all__ = ["measure_depths", "measure_settings", "to_markdown"]
 
-_NORMAL_95 = 1.96  # standard errors to either side of a mean that hold 95 % of a normal distribution
-
 
 @dataclass
 class _Run:
@@ -139,7 +137,7 @@ def _paired(own: ExactMatch, base: ExactMatch) -> Score:
 
 
 def _interval(score: Score) -> dict[str, float]:
-    return {"mean": score.mean, "half_width_95": _NORMAL_95 * score.standard_error}
+    return {"mean": score.mean, "half_width_95": score.half_width_95}
 
 
 def to_markdown(depths: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:

@@ -22,7 +22,7 @@ from ..request import Request
 from .measure import Score
 from .passes import logits_by_depth
 
-__all__ = ["FixedDepth", "ForcedText", "Window", "cut_windows", "read_text"]
+__all__ = ["FixedDepth", "ForcedRow", "ForcedText", "Window", "cut_windows", "force", "read_text"]
 
 
 class FixedDepth(ExitRule):
@@ -92,6 +92,7 @@ def cut_windows(
     *,
     length: int = 128,
     context: int = 64,
+    depth: int | None = None,
 ) -> list[Window]:
     """Windows of `length` tokens, of which all after the first `context` are scored, each token once.
 
@@ -103,6 +104,7 @@ def cut_windows(
         texts: to cut; those shorter than a window give none.
         length: tokens of a window.
         context: less than `length`, at least 1.
+        depth: loops of full depth, where they are not the model's own number.
 
     Raises:
         ValueError: a context that leaves nothing to score, or texts that are all too short.
@@ -120,7 +122,7 @@ def cut_windows(
             windows.append(Window(index, inputs[part], ids[part], sizes[part]))
     if not windows:
         raise ValueError(f"texts: none of {len(texts)} has length={length} tokens. Give longer texts.")
-    depth = adapter_for(model).full_depth
+    depth = adapter_for(model).full_depth if depth is None else depth
     for first in range(0, len(windows), 16):
         chosen = windows[first : first + 16]
         logits = logits_by_depth(model, torch.tensor([window.inputs for window in chosen]), depths=[depth])[depth]
@@ -129,26 +131,63 @@ def cut_windows(
     return windows
 
 
-class _Given:
-    """A sampler that takes the text's own tokens, and notes what they cost."""
+@dataclass
+class ForcedRow:
+    """What the engine made of one given continuation.
 
-    def __init__(self, windows: Sequence[Window], context: int):
-        self.windows, self.context = windows, context
-        self.bits = [0.0] * (max(window.text for window in windows) + 1)
-        self.hits = 0
+    Attributes:
+        best: at each of its tokens the most probable one.
+        bits: that each of its tokens took, `-log2 p`.
+        depths: loops that each was predicted after; the first follows the prompt, at full depth.
+    """
+
+    best: list[int] = field(default_factory=list)
+    bits: list[float] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+
+
+class _Given:
+    """A sampler that takes the given tokens, and notes what it is shown."""
+
+    def __init__(self, continuations: Sequence[Sequence[int]]):
+        self.continuations = continuations
+        self.rows = [ForcedRow() for _ in continuations]
 
     def choose(self, rows: Sequence[Request], logits: torch.Tensor) -> list[int]:
-        # A request's token k is the target of input `context - 1 + k`; the first is the window before's to score.
-        places = [self.context - 1 + len(row.tokens) for row in rows]
-        tokens = [self.windows[row.key].targets[place] for row, place in zip(rows, places, strict=True)]
+        tokens = [self.continuations[row.key][len(row.tokens)] for row in rows]
         losses = nn.functional.cross_entropy(logits, torch.tensor(tokens, device=logits.device), reduction="none")
-        found = zip(rows, places, losses.tolist(), logits.argmax(-1).tolist(), strict=True)
-        for row, place, loss, best in found:
-            if row.tokens:
-                window = self.windows[row.key]
-                self.bits[window.text] += loss / math.log(2)
-                self.hits += best == window.best[place]
+        for row, loss, best in zip(rows, losses.tolist(), logits.argmax(-1).tolist(), strict=True):
+            self.rows[row.key].bits.append(loss / math.log(2))
+            self.rows[row.key].best.append(best)
         return tokens
+
+
+def force(
+    model: nn.Module, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], cdb: Any
+) -> list[ForcedRow]:
+    """Run the engine over given continuations of prompts, token by token.
+
+    Args:
+        model: any model with an adapter, in evaluation mode.
+        prompts, continuations: token ids, at least one each.
+        cdb: settings as for `generate`.
+
+    Returns:
+        A row for every prompt. A continuation that `best` repeats is what greedy generation gives.
+    """
+    adapter = adapter_for(model)
+    saved = getattr(model.generation_config, "cdb_config", None)
+    engine = Engine(adapter, CDBConfig.create(cdb, saved, adapter).resolve(adapter))
+    given = _Given(continuations)
+    requests = []
+    for key, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
+        ids = torch.tensor(prompt, device=adapter.device)
+        requests.append(Request(key=key, row=key, max_new_tokens=len(continuation), sampler=given, prompt_ids=ids))
+        engine.add_request(requests[-1])
+    engine.run()
+    for request, row in zip(requests, given.rows, strict=True):
+        row.depths = request.exit_depths
+    return given.rows
 
 
 def read_text(model: nn.Module, windows: Sequence[Window], cdb: Any, *, context: int = 64) -> ForcedText:
@@ -159,25 +198,24 @@ def read_text(model: nn.Module, windows: Sequence[Window], cdb: Any, *, context:
         windows: of `cut_windows`, with the same `context`.
         cdb: settings as for `generate`.
     """
-    adapter = adapter_for(model)
-    saved = getattr(model.generation_config, "cdb_config", None)
-    engine = Engine(adapter, CDBConfig.create(cdb, saved, adapter).resolve(adapter))
-    given = _Given(windows, context)
-    requests = []
-    for key, window in enumerate(windows):
-        prompt = torch.tensor(window.inputs[:context], device=adapter.device)
-        new = len(window.inputs) - context + 1
-        requests.append(Request(key=key, row=key, max_new_tokens=new, sampler=given, prompt_ids=prompt))
-        engine.add_request(requests[-1])
-    engine.run()
-    depths = Counter(depth for request in requests for depth in request.exit_depths[1:])
-    sizes = [0] * len(given.bits)
-    for window in windows:
+    # What follows the context is the target of its last input; it is the window before's to score.
+    rows = force(
+        model,
+        [window.inputs[:context] for window in windows],
+        [window.targets[context - 1 :] for window in windows],
+        cdb,
+    )
+    texts = max(window.text for window in windows) + 1
+    bits, sizes, hits = [0.0] * texts, [0] * texts, 0
+    for window, row in zip(windows, rows, strict=True):
+        bits[window.text] += sum(row.bits[1:])
         sizes[window.text] += sum(window.sizes[context:])
+        hits += sum(best == full for best, full in zip(row.best[1:], window.best[context:], strict=True))
+    depths = Counter(depth for row in rows for depth in row.depths[1:])
     kept = [index for index, size in enumerate(sizes) if size]
     return ForcedText(
-        [given.bits[index] for index in kept],
+        [bits[index] for index in kept],
         [sizes[index] for index in kept],
         dict(sorted(depths.items())),
-        given.hits / sum(depths.values()),
+        hits / sum(depths.values()),
     )

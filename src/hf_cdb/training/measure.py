@@ -39,6 +39,11 @@ class Score:
     standard_error: float
     count: int
 
+    @property
+    def half_width_95(self) -> float:
+        """Half of a 95 % interval, by the normal distribution."""
+        return 1.96 * self.standard_error
+
     @classmethod
     def of_shares(cls, right: int, count: int) -> "Score":
         """Binomial: `sqrt(p (1 - p) / n)`."""

@@ -13,7 +13,7 @@ import yaml
 from .recipe import Recipe, nearest
 from .text_file import naming
 
-__all__ = ["load_recipe", "recipe_from_dict", "write_recipe"]
+__all__ = ["build", "load_recipe", "read_yaml", "recipe_from_dict", "write_recipe"]
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -27,14 +27,19 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         FileNotFoundError: no such file.
         ValueError: no YAML, unknown keys, or values that cannot work.
     """
+    return recipe_from_dict(read_yaml(path, overrides))
+
+
+def read_yaml(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The mapping that a YAML file holds; arguments and errors as of `load_recipe`, but for what the keys mean."""
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"config={str(path)!r}: there is no such file. Recipes are YAML files.")
+        raise FileNotFoundError(f"config={str(path)!r}: there is no such file. It has to be a YAML file.")
     with naming(path, "config"):
         text = path.read_text(encoding="utf-8")
     values = _parse_yaml(text, str(path))
     if not isinstance(values, dict):
-        raise ValueError(f"{path} holds {type(values).__name__}, but a recipe is a mapping from keys to values.")
+        raise ValueError(f"{path} holds {type(values).__name__}, but a mapping from keys to values is needed.")
     for override in overrides:
         key, equals, text = override.partition("=")
         if not key or not equals:
@@ -46,12 +51,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             if not isinstance(place, dict):
                 raise ValueError(f"set {override!r}: {section} is a value, not a section.")
         place[last] = _parse_yaml(text, override)
-    return recipe_from_dict(values)
+    return values
 
 
 def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:
     """A recipe from plain values; errors as in `load_recipe`."""
-    return _build(Recipe, values, "recipe")
+    return build(Recipe, values, "recipe")
 
 
 def write_recipe(recipe: Recipe, folder: Path) -> None:
@@ -77,8 +82,15 @@ def _parse_yaml(text: str, where: str) -> Any:
         raise ValueError(f"{where} is no YAML: {error}") from error
 
 
-def _build(cls: type, values: Any, where: str) -> Any:
-    """An instance of a dataclass from plain values; sections are dataclasses themselves."""
+def build(cls: type, values: Any, where: str) -> Any:
+    """An instance of a dataclass from plain values; sections are dataclasses themselves.
+
+    Args:
+        where: what the values are, for messages.
+
+    Raises:
+        ValueError: an unknown or missing key, a value of another type, or what the class refuses.
+    """
     if not isinstance(values, Mapping):
         raise ValueError(f"{where}={values!r}: a section is a mapping from keys to values.")
     hints = typing.get_type_hints(cls)
@@ -98,7 +110,7 @@ def _build(cls: type, values: Any, where: str) -> Any:
 
 def _read(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
-        return _build(hint, value, where)
+        return build(hint, value, where)
     allowed = hint.__args__ if isinstance(hint, types.UnionType) else (hint,)
     kinds = [typing.get_origin(kind) or kind for kind in allowed]
     if float in kinds and isinstance(value, (int, str)) and not isinstance(value, bool):

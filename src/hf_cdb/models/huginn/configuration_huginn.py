@@ -202,6 +202,10 @@ class HuginnConfig(PreTrainedConfig):
         check_choice(self, "sampling_scheme", ("poisson-lognormal-filling",), variant)
         check_choice(self, "test_time_noise", (0,), "noise in every loop would make a cached pass unrepeatable.")
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig") -> None:
+        """Does nothing: saving would copy this file, which is nothing without its package, beside the weights."""
+
     def to_dict(self) -> dict[str, Any]:
         """As the base class, without `auto_map`."""
         output = super().to_dict()

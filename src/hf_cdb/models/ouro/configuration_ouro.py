@@ -148,6 +148,10 @@ class OuroConfig(PreTrainedConfig):
             )
         check_choice(self, "hidden_act", _activations(), "the name is looked up in Transformers' activations.")
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig") -> None:
+        """Does nothing: saving would copy this file, which is nothing without its package, beside the weights."""
+
     def to_dict(self) -> dict[str, Any]:
         """As the base class, without `auto_map`, and with `rope_theta` for readers older than `rope_parameters`."""
         output = super().to_dict()
