@@ -77,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     line."""
     parsed = build_parser().parse_args(arguments)
     try:
-        return parsed.run(parsed) or 0
+        status = parsed.run(parsed)
+        return status if isinstance(status, int) else 0  # benchmarks return their figures
     except (ValueError, OSError, FloatingPointError) as error:
         if parsed.traceback:
             raise
