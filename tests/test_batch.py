@@ -11,14 +11,16 @@ from hf_cdb.scheduler import Launch
 
 def batch_of(rows, chunk=None):
     """A launch of rows (place, prompt length, tokens so far, piece of the prompt)."""
-    requests = {}
-    for key, (_, prompt, tokens, _) in enumerate(rows):
+    requests, pieces = {}, {}
+    for key, (_, prompt, tokens, piece) in enumerate(rows):
         request = Request(key, 9, None, prompt_ids=torch.arange(prompt), tokens=[7] * tokens)
         request.start, request.end = (prompt + tokens - 1, prompt + tokens) if tokens else (0, 0)
         requests[key] = request
-    places, _, _, pieces = zip(*rows, strict=True)
-    launch = Launch("loop", tuple(requests), places, (1,) * len(rows), pieces)
-    return Batch(launch, requests, chunk, torch.device("cpu"))
+        if not tokens:
+            size = chunk or prompt
+            pieces[key] = (piece * size, min((piece + 1) * size, prompt))
+    launch = Launch("loop", tuple(requests), tuple(row[0] for row in rows), (1,) * len(rows), pieces)
+    return Batch(launch, requests, torch.device("cpu"))
 
 
 def lines(*values):

@@ -88,6 +88,7 @@ CASES = pairwise(
         "lookahead": [0, 1],
         "min_depth": [1, 2],
         "prefill_chunk_size": [None, 3, 13],
+        "max_prefill_tokens": [None, 1, 8],
         "do_sample": [False, True],
     }
 )
@@ -227,6 +228,7 @@ TOY_CASES = pairwise(
         "refill": [True, False],
         "min_coda_batch": [1, 2, 3, 4],
         "prefill_chunk_size": [None, 1, 2],
+        "max_prefill_tokens": [None, 1, 3],
         "kv_slots": [None, 2, 3],
     }
 )

@@ -67,6 +67,7 @@ SETTINGS = {
     "lookahead": [0, 1],
     "min_depth": [1, 2],
     "prefill_chunk_size": [None, 1, 3],
+    "max_prefill_tokens": [None, 1, 4],
 }
 
 

@@ -16,7 +16,7 @@ from hf_cdb.signals import Signal, Signals
 from .test_failures import toy_requests
 from .toy import ToyModel, predict
 
-LAUNCH = Launch("loop", (7, 8, 9), (0, 1, 2), (1, 2, 1), (0, 0, 0))
+LAUNCH = Launch("loop", (7, 8, 9), (0, 1, 2), (1, 2, 1), {})
 CPU = torch.device("cpu")
 
 

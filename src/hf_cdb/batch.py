@@ -20,7 +20,6 @@ class Batch:
     Args:
         launch: of the scheduler.
         requests: all that are in flight, by key.
-        chunk: positions of a prompt per launch at most, None is all.
         device: of the tensors.
 
     Attributes:
@@ -29,7 +28,7 @@ class Batch:
         spans: the positions.
     """
 
-    def __init__(self, launch: Launch, requests: Mapping[int, Request], chunk: int | None, device: torch.device):
+    def __init__(self, launch: Launch, requests: Mapping[int, Request], device: torch.device):
         self.launch, self.device = launch, device
         self.rows = [requests[key] for key in launch.keys]
         self.prompts = [index for index, row in enumerate(self.rows) if not row.tokens]
@@ -40,10 +39,8 @@ class Batch:
             self.rows[index].end = self.rows[index].prompt_length
         start = numpy.array([row.start for row in self.rows], dtype=numpy.int64)
         end = numpy.array([row.end for row in self.rows], dtype=numpy.int64)
-        if chunk is not None:
-            for index in self.prompts:
-                start[index] = launch.chunks[index] * chunk
-                end[index] = min(start[index] + chunk, end[index])
+        for index in self.prompts:
+            start[index], end[index] = launch.pieces[launch.keys[index]]
         self.spans = Spans(launch.keys, start, end, numpy.maximum(launch.depths, 1))
 
     def __len__(self) -> int:

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from . import calibrate_command, trace_command
-from .bench import overhead, quick, simulate, step, throughput
+from .bench import overhead, quick, schedule, simulate, step, throughput
 from .evaluation import command as evaluation_command
 from .hub import command as hub_command
 from .robustness import command as robustness_command
@@ -35,6 +35,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "step": ("time of one launch by rows and context", step.add_arguments),
         "quick": ("throughput at short prompts and outputs, in a few minutes", quick.add_arguments),
         "simulate": ("the scheduler against a cost table: throughput and latency", simulate.add_arguments),
+        "schedule": ("what classes of requests wait, by the settings of the scheduler", schedule.add_arguments),
         "overhead": ("time of a launch that the engine takes itself", overhead.add_arguments),
     },
 }
@@ -76,11 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     line."""
     parsed = build_parser().parse_args(arguments)
     try:
-        outcome = parsed.run(parsed)
+        status = parsed.run(parsed)
+        return status if isinstance(status, int) else 0  # benchmarks return their figures
     except (ValueError, OSError, FloatingPointError) as error:
         if parsed.traceback:
             raise
         command = " ".join(["hf-cdb", parsed.group, *([parsed.command] if parsed.group in GROUPS else [])])
         print(f"{command}: error: {error}", file=sys.stderr)
         return 2
-    return outcome if isinstance(outcome, int) else 0  # benchmarks give what they measured

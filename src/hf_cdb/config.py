@@ -43,8 +43,12 @@ class CDBConfig:
         min_coda_batch: rows that must have left before a coda runs; without refill all rows of a cohort do.
         refill: give a finished row's place to the next prompt at once; False: cohorts in lockstep.
         prefill_chunk_size: positions of a prompt per launch at most; None is the whole prompt.
+        max_prefill_tokens: positions of all prompts per launch of the loop at most, and as many between two of them in
+            the prelude and in the coda, so that rows that decode wait little for long prompts; None is no limit.
         max_kv_memory: bytes that the keys and values of rows in flight hold at most (an integer), or a share of the
             free memory (a float up to 1). Gaps that ended requests leave in the pool come on top.
+        max_overtakes: prompts that may start before the first one in the line while that has to wait for room in
+            `max_kv_memory`; 0: strictly in order.
         exit_depths: for `replay`, a depth per row and new token; the first of every row is R.
         seeds: for sampling, a seed per prompt, which alone decides the row's noise.
         token_limits: new tokens at most, for every prompt, beside the limit of the call; a row that reaches its own
@@ -72,7 +76,9 @@ class CDBConfig:
     min_coda_batch: int = 1
     refill: bool = True
     prefill_chunk_size: int | None = None
+    max_prefill_tokens: int | None = None
     max_kv_memory: int | float | None = None
+    max_overtakes: int = 0
     exit_depths: Any = None
     seeds: Sequence[int] | None = None
     token_limits: Sequence[int] | None = None
@@ -84,7 +90,8 @@ class CDBConfig:
     def __post_init__(self) -> None:
         for name in ("min_depth", "max_num_seqs", "min_coda_batch"):
             self._take_integer(name)
-        for name in ("max_depth", "kv_slots", "prefill_chunk_size"):
+        self._take_integer("max_overtakes", least=0)
+        for name in ("max_depth", "kv_slots", "prefill_chunk_size", "max_prefill_tokens"):
             if getattr(self, name) is not None:
                 self._take_integer(name)
         for name in ("refill", "compile", "trace", "progress"):
@@ -111,6 +118,11 @@ class CDBConfig:
                 f"max_kv_memory={memory!r}: choose bytes (a positive integer) or a share of the free memory (a float "
                 "in (0, 1])."
             )
+        if self.max_overtakes and memory is None:
+            raise ValueError(
+                f"max_overtakes={self.max_overtakes} without max_kv_memory: no prompt ever waits for room, so none can "
+                "be overtaken. Set max_kv_memory, or drop it."
+            )
         if self.exit_depths is not None:
             object.__setattr__(self, "exit_depths", _rows_of_integers("exit_depths", self.exit_depths))
         if self.seeds is not None:
@@ -124,10 +136,10 @@ class CDBConfig:
                 raise ValueError(f"token_limits={self.token_limits!r}: choose one positive integer per prompt.")
             object.__setattr__(self, "token_limits", tuple(int(limit) for limit in limits))
 
-    def _take_integer(self, name: str) -> None:
+    def _take_integer(self, name: str, least: int = 1) -> None:
         value = getattr(self, name)
-        if not _is_integer(value) or value < 1:
-            raise ValueError(f"{name}={value!r}: choose an integer of at least 1.")
+        if not _is_integer(value) or value < least:
+            raise ValueError(f"{name}={value!r}: choose an integer of at least {least}.")
         object.__setattr__(self, name, int(value))
 
     def _check_rule(self) -> None:

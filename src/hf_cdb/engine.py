@@ -52,6 +52,9 @@ class Engine:
             min_coda_batch=config.min_coda_batch,
             lookahead=config.lookahead,
             budget=_budget(config.max_kv_memory, adapter.device),
+            prefill_chunk_size=config.prefill_chunk_size,
+            max_prefill_tokens=config.max_prefill_tokens,
+            max_overtakes=config.max_overtakes,
         )
         once, per_loop = adapter.parameter_counts()
         self.stats = CDBStats(
@@ -78,7 +81,6 @@ class Engine:
         Raises:
             ValueError: its key is in use, or its keys and values could never fit into `max_kv_memory`.
         """
-        chunk = self.config.prefill_chunk_size or request.prompt_length
         positions = self.cache.positions(request.capacity)
         cost = positions * self.cache.bytes_per_position()
         budget = self.scheduler.budget
@@ -92,7 +94,7 @@ class Engine:
             request.key,
             self.config.max_depth,
             min_depth=self.config.min_depth,
-            pieces=-(-request.prompt_length // chunk),
+            prompt=request.prompt_length,
             cost=cost,
         )
         self._requests[request.key] = request
@@ -179,7 +181,7 @@ class Engine:
             pass
 
     def _batch(self, launch: Launch) -> Batch:
-        return Batch(launch, self._requests, self.config.prefill_chunk_size, self.adapter.device)
+        return Batch(launch, self._requests, self.adapter.device)
 
     def _prelude(self, batch: Batch) -> None:
         """New prompts and new tokens enter: embeddings, the layers before the loop, the start state."""

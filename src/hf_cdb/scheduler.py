@@ -6,48 +6,16 @@ runs one stage for every row that is ready for it; rows in a launch of the core 
 prompts loop beside rows that decode.
 """
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["Launch", "Scheduler"]
+from .admission import Deadlines, Row, WaitingRows
+from .launch import Launch
+from .prefill import Prefill
 
+__all__ = ["AGEING", "Launch", "Scheduler"]
 
-@dataclass(frozen=True)
-class Launch:
-    """Rows that run one stage together.
-
-    Attributes:
-        stage: "prelude", "loop" or "coda".
-        keys: the rows, by the keys they were added under.
-        places: their places, each in `range(max_num_seqs)` and held for as long as the row is in flight.
-        depths: for "loop" the loop that each row runs, from 1; else the loops it has run.
-        chunks: the piece of the prompt that each row runs, from 0.
-    """
-
-    stage: str
-    keys: tuple[int, ...]
-    places: tuple[int, ...]
-    depths: tuple[int, ...]
-    chunks: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-
-@dataclass(slots=True)
-class _Row:
-    key: int
-    min_depth: int
-    max_depth: int
-    cost: int
-    pieces: int  # pieces of the prompt; 1 for every later token
-    place: int = -1
-    depth: int = 0
-    chunk: int = 0
-    in_prompt: bool = True
-    leaving: bool = False  # with lookahead: a signal said so, and the next loop is the last
-    waited: int = 0  # launches of the core that went by while the row waited for the coda
+AGEING = 64  # requests that make a round of the waiting line
 
 
 class Scheduler:
@@ -65,8 +33,11 @@ class Scheduler:
             the oldest waiting row has loops at most. Without refill the cohort waits for all of its rows anyway.
         lookahead: 1: a signal takes effect one loop later.
         budget: sum of the costs of the rows in flight at most; None is no limit.
+        prefill_chunk_size, max_prefill_tokens: positions of one prompt, and of all of them, in a launch; see `Prefill`.
+        max_overtakes, ageing: who is admitted next; see `WaitingRows`.
 
-    All decisions are deterministic: rows are served in the order they were added.
+    All decisions are deterministic: there is no clock and no chance. Without priorities and deadlines requests are
+    admitted in the order they were added.
     """
 
     def __init__(
@@ -76,18 +47,24 @@ class Scheduler:
         min_coda_batch: int = 1,
         lookahead: int = 0,
         budget: int | None = None,
+        prefill_chunk_size: int | None = None,
+        max_prefill_tokens: int | None = None,
+        max_overtakes: int = 0,
+        ageing: int = AGEING,
     ):
         self.max_num_seqs = max_num_seqs
         self.refill = refill
         self.min_coda_batch = min_coda_batch
         self.lookahead = lookahead
         self.budget = budget
-        self._waiting: deque[_Row] = deque()
-        self._entering: dict[int, _Row] = {}  # ready for the prelude
-        self._looping: dict[int, _Row] = {}
-        self._left: dict[int, _Row] = {}  # ready for the coda
+        self._prefill = Prefill(prefill_chunk_size, max_prefill_tokens)
+        self._waiting = WaitingRows(ageing, max_overtakes)
+        self._entering: dict[int, Row] = {}  # ready for the prelude
+        self._looping: dict[int, Row] = {}
+        self._left: dict[int, Row] = {}  # ready for the coda
         self._free_places = list(range(max_num_seqs))[::-1]
-        self._keys: set[int] = set()
+        self._unfinished: dict[int, Row] = {}
+        self._deadlines = Deadlines()
         self._spent = 0
         self._launched: Launch | None = None
         self._unsignalled: Launch | None = None  # committed, its signals still to come
@@ -116,39 +93,65 @@ class Scheduler:
             "left": len(self._left),
         }
 
-    def add(self, key: int, max_depth: int, min_depth: int = 1, pieces: int = 1, cost: int = 0) -> None:
+    def add(
+        self,
+        key: int,
+        max_depth: int,
+        min_depth: int = 1,
+        prompt: int = 1,
+        cost: int = 0,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> None:
         """Queue a request.
 
         Args:
             key: names the row in launches; not in use by another unfinished request.
             max_depth: full depth of the row: of its prompt, and at most of every token.
             min_depth: loops that every token runs at least.
-            pieces: launches that one stage of the prompt takes.
+            prompt: its positions.
             cost: counted against the budget while the row is in flight.
+            priority: higher ones are admitted first, within the bounds of `WaitingRows`.
+            deadline: when the request should have ended, on a clock of the caller's. It orders requests of one priority
+                that came together, and `overdue` tells when it has passed.
 
         Raises:
-            ValueError: the key is in use, or the cost alone exceeds the budget.
+            ValueError: the key is in use, the cost alone exceeds the budget, or the deadline is not a number.
         """
-        if key in self._keys:
+        if key in self._unfinished:
             raise ValueError(f"key={key} names an unfinished request already. Use another key.")
         if self.budget is not None and cost > self.budget:
             raise ValueError(
                 f"cost={cost} of request {key} exceeds the whole budget of {self.budget}: it could never start."
             )
-        self._keys.add(key)
-        self._waiting.append(_Row(key, min_depth, max_depth, cost, pieces))
+        if deadline is not None and math.isnan(deadline):
+            raise ValueError(f"deadline={deadline} of request {key} is no time. Give seconds of your clock, or None.")
+        row = Row(key, min_depth, max_depth, prompt, cost, priority, math.inf if deadline is None else deadline)
+        self._unfinished[key] = row
+        self._waiting.add(row)
+        if deadline is not None:
+            self._deadlines.add(key, deadline)
 
     def cancel(self, key: int) -> None:
         """Drop a request, wherever it is. A launch that is running may still name it; committing skips it."""
-        for row in self._waiting:
-            if row.key == key:
-                self._waiting.remove(row)
-                self._keys.discard(key)
-                return
+        row = self._unfinished.get(key)
+        if row is None:
+            return
+        if row.place < 0:
+            self._waiting.remove(row)
+            self._forget(key)
+            return
         for rows in (self._entering, self._looping, self._left):
-            if key in rows:
-                self._release(rows.pop(key))
-                return
+            rows.pop(key, None)
+        self._release(row)
+
+    def overdue(self, now: float) -> list[int]:
+        """Unfinished requests whose deadline has come, the earliest first, each told once. They go on until `cancel`.
+
+        Args:
+            now: on the clock of the deadlines.
+        """
+        return self._deadlines.passed(now)
 
     def next(self) -> Launch | None:
         """The next launch, or None when every request is finished.
@@ -159,22 +162,10 @@ class Scheduler:
         if self._launched is not None:
             raise RuntimeError("commit the launch before asking for the next one.")
         self._admit()
-        if self._entering:
-            stage, rows = "prelude", self._entering
-        elif self._coda_is_due():
-            stage, rows = "coda", self._left
-        elif self._looping:
-            stage, rows = "loop", self._looping
-        else:
-            return None
-        step = 1 if stage == "loop" else 0
-        self._launched = Launch(
-            stage,
-            keys=tuple(rows),
-            places=tuple([row.place for row in rows.values()]),
-            depths=tuple([row.depth + step for row in rows.values()]),
-            chunks=tuple([row.chunk for row in rows.values()]),
-        )
+        self._launched = self._choose()
+        if self._launched is None and self.in_flight:
+            self._prefill.renew()
+            self._launched = self._choose()
         return self._launched
 
     def commit(self, launch: Launch, flags: Sequence[bool] | None = None) -> None:
@@ -192,9 +183,15 @@ class Scheduler:
             raise RuntimeError("only the launch that `next` returned last can be committed, and only once.")
         self._launched, self._unsignalled = None, None
         said = flags if flags is not None else (False,) * len(launch)
-        commit = {"prelude": self._entered, "loop": self._looped, "coda": self._chosen}[launch.stage]
+        ready, commit = {
+            "prelude": (self._entering, self._entered),
+            "loop": (self._looping, self._looped),
+            "coda": (self._left, self._chosen),
+        }[launch.stage]
         for key, flag in zip(launch.keys, said, strict=True):
-            commit(key, flag)
+            row = ready.get(key)  # None: cancelled meanwhile
+            if row is not None and _is_through(row, launch):
+                commit(row, flag)
         if launch.stage == "loop":
             for row in self._left.values():
                 row.waited += 1
@@ -230,20 +227,52 @@ class Scheduler:
     def _admit(self) -> None:
         if not self.refill and self.in_flight:
             return
-        while self._waiting and self._free_places:
-            row = self._waiting[0]
-            if self.budget is not None and self._spent + row.cost > self.budget:
-                return  # in order: a smaller request behind it must not starve it
-            self._waiting.popleft()
+        while self._free_places:
+            room = math.inf if self.budget is None else self.budget - self._spent
+            row = self._waiting.take(room)
+            if row is None:
+                return
             row.place = self._free_places.pop()
             self._spent += row.cost
             self._entering[row.key] = row
 
+    def _choose(self) -> Launch | None:
+        """The next launch; None where only prompts could run that have used up what they may until the next loop."""
+        launch = None
+        if self._entering:
+            launch = self._launch("prelude", self._entering)
+        if launch is None and self._coda_is_due():
+            launch = self._launch("coda", self._left)
+        if launch is None and self._looping:
+            self._prefill.renew()
+            launch = self._launch("loop", self._looping)
+        return launch
+
+    def _launch(self, stage: str, ready: Mapping[int, Row]) -> Launch | None:
+        """Rows that are ready for a stage and may run; None where there are none."""
+        rows: Collection[Row] = ready.values()
+        prompts = [row for row in rows if row.in_prompt]
+        pieces = self._prefill.cut(stage, prompts) if prompts else {}
+        if len(pieces) < len(prompts):
+            rows = [row for row in rows if not row.in_prompt or row.key in pieces]
+            if not rows:
+                return None
+        step = 1 if stage == "loop" else 0
+        return Launch(
+            stage,
+            keys=tuple([row.key for row in rows]),
+            places=tuple([row.place for row in rows]),
+            depths=tuple([row.depth + step for row in rows]),
+            pieces=pieces,
+        )
+
     def _coda_is_due(self) -> bool:
         if not self._left:
             return False
-        if not self.refill or not self._looping:
-            return not self._looping  # the barrier of a cohort, or nothing else to run
+        if not self.refill:
+            return not self._looping and not self._entering  # the barrier of a cohort
+        if not self._looping:
+            return True  # nothing else to run
         oldest = next(iter(self._left.values()))
         return (
             len(self._left) >= self.min_coda_batch
@@ -251,38 +280,39 @@ class Scheduler:
             or oldest.waited > oldest.max_depth
         )
 
-    def _entered(self, key: int, _: bool) -> None:
-        row = self._entering.get(key)
-        if row is not None and self._piece_done(row):
-            self._looping[key] = self._entering.pop(key)
+    def _entered(self, row: Row, _: bool) -> None:
+        self._looping[row.key] = self._entering.pop(row.key)
 
-    def _looped(self, key: int, leave: bool) -> None:
-        row = self._looping.get(key)
-        if row is None or not self._piece_done(row):
-            return
+    def _looped(self, row: Row, leave: bool) -> None:
         row.depth += 1
         now = leave and not row.in_prompt and row.depth >= row.min_depth
         exits = row.leaving if self.lookahead else now
         if exits or row.depth >= row.max_depth:
-            self._left[key] = self._looping.pop(key)
+            self._left[row.key] = self._looping.pop(row.key)
 
-    def _chosen(self, key: int, finished: bool) -> None:
-        row = self._left.get(key)
-        if row is None or not self._piece_done(row):
-            return
-        del self._left[key]
+    def _chosen(self, row: Row, finished: bool) -> None:
+        del self._left[row.key]
         if finished:
             self._release(row)
             return
-        row.depth, row.waited, row.pieces, row.in_prompt, row.leaving = 0, 0, 1, False, False
-        self._entering[key] = row
+        row.depth, row.waited, row.in_prompt, row.leaving = 0, 0, False, False
+        self._entering[row.key] = row
 
-    def _piece_done(self, row: _Row) -> bool:
-        """Advance to the next piece of the prompt; True when the stage is through all of them."""
-        row.chunk = (row.chunk + 1) % row.pieces
-        return row.chunk == 0
-
-    def _release(self, row: _Row) -> None:
-        self._keys.discard(row.key)
+    def _release(self, row: Row) -> None:
         self._free_places.append(row.place)
         self._spent -= row.cost
+        self._forget(row.key)
+
+    def _forget(self, key: int) -> None:
+        del self._unfinished[key]
+        self._deadlines.discard(key)
+
+
+def _is_through(row: Row, launch: Launch) -> bool:
+    """Whether the row is through the stage: a prompt may have pieces left."""
+    if row.in_prompt:
+        _, row.done = launch.pieces[row.key]
+        if row.done < row.prompt:
+            return False
+        row.done = 0
+    return True

@@ -84,7 +84,7 @@ class CDBStats:
     def record(self, launch: Launch) -> None:
         """Count a launch that has run."""
         self.launches[launch.stage] += 1
-        self.rows[launch.stage] += launch.chunks.count(0)
+        self.rows[launch.stage] += len(launch) - sum(start > 0 for start, _ in launch.pieces.values())
         self.widths.setdefault(launch.stage, Counter())[len(launch)] += 1
 
     def save_trace(self, path: str | Path, format: str | None = None) -> None:

@@ -55,6 +55,7 @@ CASES = pairwise(
         "refill": [True, False],
         "min_coda_batch": [1, 2, 4],
         "prefill_chunk_size": [None, 1, 3],
+        "max_prefill_tokens": [None, 1, 5],
     }
 )
 
@@ -104,12 +105,34 @@ def test_times_by_hand():
     assert run.seconds == 18.25
     figures = run.figures()
     assert figures["tokens_per_second"] == pytest.approx(3 / 18.25)
-    assert figures["queue"] == pytest.approx({"p50": 4.0, "p90": 7.2, "p99": 7.92})  # of 0 and 8
+    assert figures["queue"] == pytest.approx({"p50": 4.0, "p90": 7.2, "p99": 7.92, "max": 8.0})  # of 0 and 8
     assert figures["ttft"]["p50"] == pytest.approx((8.25 + 14.25) / 2)
-    assert figures["tpot"] == pytest.approx({"p50": 3.75, "p90": 3.75, "p99": 3.75})  # of the first request alone
+    # of the first request alone
+    assert figures["tpot"] == figures["inter_token"] == pytest.approx(dict.fromkeys(("p50", "p90", "p99", "max"), 3.75))
     assert figures["normalised_latency"]["p50"] == pytest.approx((12.0 / 2 + 14.25) / 2)
     assert figures["launches"] == {"prelude": 3, "loop": 5, "coda": 3}
     assert figures["occupancy"] == 1
+
+
+def test_deadlines_by_hand():
+    """Times as above. The second request is dropped before the first launch that would start after its deadline."""
+    for deadline, finished in ((12.0, float("nan")), (12.5, float("nan")), (18.25, 18.25)):
+        run = simulate(HAND, Settings(1), [3, 1], [[2, 1], [2]], [0.0, 4.0], deadlines=[None, deadline])
+        assert run.finished == pytest.approx([12.0, finished], nan_ok=True)
+    assert run.seconds == 18.25
+    waits = simulate(HAND, Settings(1), [3, 1], [[2, 1], [2]], [0.0, 4.0], deadlines=[None, 5.0]).waits([0, 1])
+    assert waits["queue"]["max"] == 0  # the other one never started
+    assert waits["normalised_latency"]["max"] == 6.0
+
+
+def test_priorities_and_room_by_hand():
+    """Two more come while the first one's prelude runs; the second of them is the more urgent one."""
+    requests = [3, 1, 1], [[2, 1], [2], [2]], [0.0, 0.5, 0.6]
+    run = simulate(HAND, Settings(1), *requests, priorities=[0, 0, 1])
+    assert run.admitted == [0.0, 18.25, 12.0]
+    # The first one holds 4 positions, and there is room for 5.
+    run = simulate(HAND, Settings(3, max_kv_positions=5), *requests, priorities=[0, 0, 1])
+    assert run.admitted[2] == 1.0 < run.admitted[1]
 
 
 def test_idle_time_passes():

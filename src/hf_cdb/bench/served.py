@@ -21,9 +21,10 @@ class Served:
     Attributes:
         max_num_seqs: W.
         arrivals: when each came.
-        admitted: start of its first launch.
+        admitted: start of its first launch; NaN, as all times below, where that never came.
         first: when its first token was there.
         finished: when its last one was.
+        gaps: of each the seconds between tokens that follow each other.
         new_tokens: how many it got.
         launches: how many of each stage.
         row_loops: rows that ran, summed over the launches of the loop.
@@ -37,6 +38,7 @@ class Served:
     admitted: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
     finished: list[float] = field(default_factory=list)
+    gaps: list[list[float]] = field(default_factory=list)
     launches: Counter = field(default_factory=Counter)
     row_loops: int = 0
     seconds: float = 0.0
@@ -45,6 +47,8 @@ class Served:
     def __post_init__(self) -> None:
         for times in (self.admitted, self.first, self.finished):
             times += [float("nan")] * len(self.arrivals)
+        self.gaps += [[] for _ in self.arrivals]
+        self._last = [0.0] * len(self.arrivals)  # when its last token so far was there
 
     def record(
         self, launch: Launch, began: float, ended: float, tokens: Sequence[int], finished: Sequence[int]
@@ -70,6 +74,9 @@ class Served:
         for key in tokens:
             if self.first[key] != self.first[key]:
                 self.first[key] = ended
+            else:
+                self.gaps[key].append(ended - self._last[key])
+            self._last[key] = ended
         for key in finished:
             self.finished[key] = ended
 
@@ -94,20 +101,7 @@ class Served:
         return sum(count for when, count in self.tokens_at if begin < when <= last) / float(last - begin)
 
     def figures(self) -> dict[str, Any]:
-        """Throughput and, as percentiles in seconds, what requests waited.
-
-        `queue` is the time until the first launch, `ttft` until the first token; `tpot` the time for each token after
-        the first, of requests that have any; `normalised_latency` the time until the last token, by tokens.
-        """
-        arrivals, new = numpy.asarray(self.arrivals), numpy.asarray(self.new_tokens)
-        admitted, first, finished = (numpy.asarray(times) for times in (self.admitted, self.first, self.finished))
-        several = new > 1
-        times = {
-            "queue": admitted - arrivals,
-            "ttft": first - arrivals,
-            "tpot": (finished - first)[several] / (new - 1)[several],
-            "normalised_latency": (finished - arrivals) / new,
-        }
+        """Throughput, and what requests waited: `waits` of all of them."""
         return {
             "seconds": self.seconds,
             "tokens": self.tokens,
@@ -116,11 +110,34 @@ class Served:
             "occupancy": self.occupancy,
             "launches": dict(self.launches),
             "row_loops": self.row_loops,
-            **{name: _percentiles(values) for name, values in times.items()},
+            **self.waits(range(len(self.arrivals))),
         }
+
+    def waits(self, keys: Sequence[int]) -> dict[str, dict[str, float] | None]:
+        """What some requests waited: percentiles and the most, in seconds; None where there is nothing to wait for.
+
+        `queue` is the time until the first launch, `ttft` until the first token; `tpot` the time for each token after
+        the first, of requests that have any; `inter_token` the time between two tokens, of all such pairs;
+        `normalised_latency` the time until the last token, by tokens. What a request did not live to see is left out.
+        """
+        own = numpy.asarray(keys, dtype=int)
+        arrivals, new, admitted, first, finished = (
+            numpy.asarray(values, dtype=float)[own]
+            for values in (self.arrivals, self.new_tokens, self.admitted, self.first, self.finished)
+        )
+        several = new > 1
+        times = {
+            "queue": admitted - arrivals,
+            "ttft": first - arrivals,
+            "tpot": (finished - first)[several] / (new - 1)[several],
+            "inter_token": numpy.array([gap for key in keys for gap in self.gaps[key]]),
+            "normalised_latency": (finished - arrivals) / new,
+        }
+        return {name: _percentiles(values[~numpy.isnan(values)]) for name, values in times.items()}
 
 
 def _percentiles(values: numpy.ndarray) -> dict[str, float] | None:
     if not len(values):
         return None
-    return {f"p{q}": float(value) for q, value in zip(PERCENTILES, numpy.percentile(values, PERCENTILES), strict=True)}
+    found = {f"p{q}": float(value) for q, value in zip(PERCENTILES, numpy.percentile(values, PERCENTILES), strict=True)}
+    return {**found, "max": float(values.max())}

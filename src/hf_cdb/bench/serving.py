@@ -31,7 +31,7 @@ def serve_arrivals(
 
     Args:
         adapter: of the model.
-        settings: without lookahead, which does not shift depths that are given.
+        settings: without lookahead, which does not shift depths that are given, and without a limit of positions.
         workload: with depths.
         arrivals: seconds from the start, in order.
         trace: also record the launches.
@@ -42,8 +42,14 @@ def serve_arrivals(
         What became of the requests, and the trace, both on the same clock.
 
     Raises:
+        ValueError: settings with lookahead, or with a limit of positions: the engine counts bytes.
         RuntimeError: a request failed.
     """
+    if settings.lookahead or settings.max_kv_positions is not None:
+        raise ValueError(
+            f"lookahead={settings.lookahead}, max_kv_positions={settings.max_kv_positions}: these can be simulated, "
+            "but not served by replay. Leave them out."
+        )
     config = CDBConfig(
         exit_rule="replay",
         exit_depths=workload.depths,
@@ -51,6 +57,7 @@ def serve_arrivals(
         refill=settings.refill,
         min_coda_batch=settings.min_coda_batch,
         prefill_chunk_size=settings.prefill_chunk_size,
+        max_prefill_tokens=settings.max_prefill_tokens,
         trace=trace,
     )
     engine = Engine(adapter, config.resolve(adapter))
@@ -80,9 +87,8 @@ def serve_arrivals(
         times.append((began, ended))
         tokens: list[int] = []
         if engine.stats.tokens > counts:
-            # Without pieces of prompts every row of the coda got one.
-            chunked = settings.prefill_chunk_size is not None
-            tokens = [key for key in launch.keys if not chunked or requests[key].tokens]
+            # Of prompts in pieces those with the last one only.
+            tokens = [key for key in launch.keys if key not in launch.pieces or requests[key].tokens]
         served.record(launch, began, ended, tokens, [key for key in tokens if requests[key].ended])
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..scheduler import Launch, Scheduler
+from ..scheduler import AGEING, Launch, Scheduler
 from ..trace import Trace
 from .costs import CostTable
 from .served import Served
@@ -16,6 +16,8 @@ class Settings:
     """Settings of cdb that the schedule depends on; see `CDBConfig`.
 
     Attributes:
+        max_kv_positions: positions that the rows in flight may hold, in place of bytes.
+        ageing: see `WaitingRows`.
         late_signal: with lookahead the signal after loop t says whether t loops are enough, and so every token runs
             one loop too many. False: it comes from a head trained for lookahead, which says whether t + 1 are.
     """
@@ -25,6 +27,10 @@ class Settings:
     min_coda_batch: int = 1
     lookahead: int = 0
     prefill_chunk_size: int | None = None
+    max_prefill_tokens: int | None = None
+    max_kv_positions: int | None = None
+    max_overtakes: int = 0
+    ageing: int = AGEING
     late_signal: bool = False
 
 
@@ -35,6 +41,8 @@ def simulate(
     depths: Sequence[Sequence[int]],
     arrivals: Sequence[float],
     trace: Trace | None = None,
+    priorities: Sequence[int] | None = None,
+    deadlines: Sequence[float | None] | None = None,
 ) -> Served:
     """Serve requests on a clock that the cost table moves.
 
@@ -48,21 +56,37 @@ def simulate(
         depths: for each request a depth per new token, the first of them full depth.
         arrivals: seconds, in order.
         trace: gets every launch.
+        priorities, deadlines: by request, the latter in seconds on the clock of the arrivals. A request whose deadline
+            has passed is dropped before the next launch.
     """
     scheduler = Scheduler(
         settings.max_num_seqs,
         refill=settings.refill,
         min_coda_batch=settings.min_coda_batch,
         lookahead=settings.lookahead,
+        budget=settings.max_kv_positions,
+        prefill_chunk_size=settings.prefill_chunk_size,
+        max_prefill_tokens=settings.max_prefill_tokens,
+        max_overtakes=settings.max_overtakes,
+        ageing=settings.ageing,
     )
     ahead = 0 if settings.late_signal else settings.lookahead
-    rows = _Rows(prompts, depths, settings.prefill_chunk_size)
+    rows = _Rows(prompts, depths)
     served = Served(settings.max_num_seqs, arrivals, [len(row) for row in depths])
     now, coming = 0.0, 0
     while True:
         while coming < len(arrivals) and arrivals[coming] <= now:
-            scheduler.add(coming, costs.full_depth, pieces=rows.pieces(coming))
+            scheduler.add(
+                coming,
+                costs.full_depth,
+                prompt=prompts[coming],
+                cost=prompts[coming] + len(depths[coming]) - 1,
+                priority=0 if priorities is None else priorities[coming],
+                deadline=None if deadlines is None else deadlines[coming],
+            )
             coming += 1
+        for key in scheduler.overdue(now):
+            scheduler.cancel(key)
         launch = scheduler.next()
         if launch is None:
             if coming == len(arrivals):
@@ -91,42 +115,28 @@ def simulate(
 class _Rows:
     """Where every request is: what its tokens' places in it and in its prompt come to."""
 
-    def __init__(self, prompts: Sequence[int], depths: Sequence[Sequence[int]], chunk: int | None):
-        self.prompts, self.depths, self.chunk = prompts, depths, chunk
+    def __init__(self, prompts: Sequence[int], depths: Sequence[Sequence[int]]):
+        self.depths = depths
         self._ends = list(prompts)  # positions that the row attends to
         self._index = [0] * len(prompts)  # of the token under way
         self._wanted = [row[0] for row in depths]
-        self._in_prompt: set[int] = set()
-
-    def pieces(self, key: int) -> int:
-        """Launches that a stage of its prompt takes; called when the request comes."""
-        self._in_prompt.add(key)
-        return 1 if self.chunk is None else -(-self.prompts[key] // self.chunk)
 
     def wanted(self, launch: Launch) -> list[int]:
         """By row the depth of the token under way."""
         return [self._wanted[key] for key in launch.keys]
 
     def work(self, launch: Launch) -> tuple[int, int, Sequence[int]]:
-        """Tokens that a launch runs, positions that its rows attend to, and the rows with the last of their pieces."""
-        keys = launch.keys
-        prompts = self._in_prompt.intersection(keys) if self._in_prompt else ()
-        if not prompts or self.chunk is None:
-            tokens = len(keys) + sum(self.prompts[key] - 1 for key in prompts)
-            return tokens, sum([self._ends[key] for key in keys]), keys
-        tokens, context, ending = 0, 0, []
-        for key, piece in zip(keys, launch.chunks, strict=True):
-            end, start = self._ends[key], self._ends[key] - 1
-            if key in prompts:
-                start, end = piece * self.chunk, min((piece + 1) * self.chunk, end)
-            tokens, context = tokens + end - start, context + end
-            if end == self._ends[key]:
-                ending.append(key)
-        return tokens, context, ending
+        """Tokens that a launch runs, positions that its rows attend to, and the rows that it takes to their ends."""
+        keys, ends, pieces = launch.keys, self._ends, launch.pieces
+        tokens, context = len(keys), sum([ends[key] for key in keys])
+        for key, (start, end) in pieces.items():
+            tokens, context = tokens + end - start - 1, context + end - ends[key]
+        if any(end < ends[key] for key, (_, end) in pieces.items()):
+            keys = [key for key in keys if key not in pieces or pieces[key][1] == ends[key]]
+        return tokens, context, keys
 
     def advance(self, keys: Sequence[int]) -> set[int]:
         """These rows got a token; those whose last one it was."""
-        self._in_prompt.difference_update(keys)
         finished = set()
         for key in keys:
             self._index[key] += 1

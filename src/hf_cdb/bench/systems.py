@@ -61,7 +61,7 @@ def serve(name: str, model: PreTrainedModel, workload: Workload, width: int, set
         tokens, seconds = generate_paged(model, workload.prompts, workload.new_tokens, width)
         return Run(seconds, tokens)
     if name == "full":
-        keep = ("kv_policy", "kv_slots", "max_depth", "prefill_chunk_size")
+        keep = ("kv_policy", "kv_slots", "max_depth", "prefill_chunk_size", "max_prefill_tokens")
         settings = {key: value for key, value in settings.items() if key in keep} | {"exit_rule": "never"}
     settings = {"max_num_seqs": width, **settings, "refill": name != "no-refill"}
     # Elsewhere a launch returns before it is done, and its time says nothing.
