@@ -14,6 +14,7 @@ from .config import CDBConfig
 from .kv_policy import KVPolicy
 from .prepack import PrepackedWeights
 from .request import Request
+from .row_rules import RowRules
 from .row_states import RowStates
 from .scheduler import Launch, Scheduler
 from .signals import Signal, Signals
@@ -39,7 +40,8 @@ class Engine:
     def __init__(self, adapter: LoopAdapter, config: CDBConfig):
         self.adapter, self.config = adapter, config
         self.rule = config.exit_rule
-        self.rule.bind(adapter, config.max_num_seqs)
+        self._rules = RowRules(adapter, config.max_num_seqs)
+        self._rules.bind(self.rule)
         self.cache = DepthCache(adapter, KVPolicy.create(config.kv_policy, config.max_depth, config.kv_slots))
         self.scheduler = Scheduler(
             config.max_num_seqs,
@@ -60,7 +62,7 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._ended: list[Request] = []
         self._states = RowStates()
-        self._signals = Signals(self.rule, config.max_num_seqs, adapter.device)
+        self._signals = Signals(config.max_num_seqs, adapter.device)
         self._pending: Signal | None = None  # with lookahead: of the last loop, not yet read
         self._attention = AttentionSwitch(adapter.model)
         self._weights = PrepackedWeights(adapter.model, config.prepack_weights)
@@ -69,9 +71,28 @@ class Engine:
         """Queue a request.
 
         Raises:
-            ValueError: its key is in use, or its keys and values could never fit into `max_kv_memory`.
+            ValueError: its key is in use, or `check` refuses it.
         """
         chunk = self.config.prefill_chunk_size or request.prompt_length
+        request.max_depth = request.max_depth or self.config.max_depth
+        request.min_depth = request.min_depth or self.config.min_depth
+        request.rule = request.rule or self.rule
+        self.scheduler.add(
+            request.key,
+            request.max_depth,
+            min_depth=request.min_depth,
+            pieces=-(-request.prompt_length // chunk),
+            cost=self.check(request),
+        )
+        self._rules.bind(request.rule)
+        self._requests[request.key] = request
+
+    def check(self, request: Request) -> int:
+        """Bytes that the keys and values of a request take. May be called by any thread.
+
+        Raises:
+            ValueError: they could never fit into `max_kv_memory`.
+        """
         cost = request.capacity * self.cache.bytes_per_position()
         budget = self.scheduler.budget
         if budget is not None and cost > budget:
@@ -80,14 +101,7 @@ class Engine:
                 f"{request.capacity} positions of {self.cache.bytes_per_position()} bytes. Allow more, or shorten the "
                 "prompt or max_new_tokens."
             )
-        self.scheduler.add(
-            request.key,
-            self.config.max_depth,
-            min_depth=self.config.min_depth,
-            pieces=-(-request.prompt_length // chunk),
-            cost=cost,
-        )
-        self._requests[request.key] = request
+        return cost
 
     def cancel(self, key: int) -> None:
         """End a request where it is; its tokens so far stay in it.
@@ -187,8 +201,7 @@ class Engine:
         if batch.decoding:
             if batch.prompts:
                 embeds, start = embeds[batch.decoding_tokens], start[batch.decoding_tokens]
-            tokens = [(row.row, len(row.tokens)) for row in batch.rows if row.tokens]
-            self.rule.begin(batch.places, embeds, start, tokens)
+            self._rules.begin([batch.rows[index] for index in batch.decoding], batch.places, embeds, start)
 
     def _admit(self, rows: list[Request]) -> None:
         """Room for the keys and values of requests that start."""
@@ -212,22 +225,21 @@ class Engine:
         return self._decide(batch, previous, state)
 
     def _decide(self, batch: Batch, previous: torch.Tensor, state: torch.Tensor) -> Signal:
-        """Which rows the rule lets go. Prompts always run to full depth, and its last signal is never read."""
+        """Which rows their rules let go. Prompts always run to full depth, and its last signal is never read."""
         depths = batch.launch.depths
-        deciding = [] if self.rule.name == "never" else batch.decoding
-        deciding = [index for index in deciding if depths[index] < self.config.max_depth]
-        if not deciding:
-            return self._signals.send(batch.launch, deciding, [])
-        places, spans = batch.places, batch.spans
+        deciding = [index for index in batch.decoding if depths[index] < batch.rows[index].max_depth]
+        rows, places, spans = [batch.rows[index] for index in deciding], batch.places, batch.spans
+        if all(row.rule.name == "never" for row in rows):
+            return self._signals.send(batch.launch, [], [])
         if len(deciding) < len(batch):
             places = batch.tensor([batch.launch.places[index] for index in deciding])
             depths = [depths[index] for index in deciding]
             tokens = batch.tensor(spans.first[deciding])
-            if self.rule.reads_previous:
+            if any(row.rule.reads_previous for row in rows):
                 previous = previous.index_select(0, tokens)
-            if self.rule.reads_state:
+            if any(row.rule.reads_state for row in rows):
                 state, spans = state.index_select(0, tokens), spans.take(deciding)
-        said = self.rule.leave(places, depths, previous, state, lambda: self._ask(spans, state))
+        said = self._rules.leave(rows, places, depths, previous, state, lambda: self._ask(spans, state))
         return self._signals.send(batch.launch, deciding, said)
 
     def _ask(self, spans: Spans, state: torch.Tensor) -> torch.Tensor:

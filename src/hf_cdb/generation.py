@@ -11,7 +11,6 @@ from transformers.utils import logging
 from .adapters import adapter_for
 from .config import CDBConfig, saved_settings
 from .criteria import Stops
-from .engine import Engine
 from .exit_heads import FOLDER as HEADS_FOLDER
 from .exit_heads import save_exit_heads
 from .generation_arguments import (
@@ -33,7 +32,7 @@ from .processors import processors_of_rows
 from .sampling import Sampler
 from .streaming import OneRowStreamer, StreamPiece
 
-__all__ = ["CDBGenerationMixin", "GenerateCDBOutput", "RowsFailedError", "enable_cdb"]
+__all__ = ["CDBGenerationMixin", "GenerateCDBOutput", "RowsFailedError", "enable_cdb", "prepare_run"]
 
 logger = logging.get_logger(__name__)
 
@@ -125,8 +124,8 @@ class CDBGenerationMixin(GenerationMixin):
                 f"{'cdb' if saved is None else 'generation_config.cdb'}=False: generate_stream steps an engine, which "
                 "stock generation has not. Pass cdb=True, or a streamer to generate."
             )
-        run = type(self).generate(self, *args, tokenizer=tokenizer, cdb=cdb, _lazy=True, **kwargs)
-        return run.stream(tokenizer, skip_special_tokens)
+        run = prepare_run(self, *args, tokenizer=tokenizer, cdb=cdb, **kwargs)
+        return run.open().stream(tokenizer, skip_special_tokens)
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
         """As the library's, and writes the model's trained exit heads into the folder `exit_heads` there.
@@ -165,7 +164,8 @@ class CDBGenerationMixin(GenerationMixin):
         return cdb
 
     def _prepare_generation_config(self, generation_config, **kwargs):
-        cdb, on_token, lazy = kwargs.pop("cdb", None), kwargs.pop("on_token", None), kwargs.pop("_lazy", False)
+        cdb, on_token = kwargs.pop("cdb", None), kwargs.pop("on_token", None)
+        only_prepare = kwargs.pop("_only_prepare", False)
         named = kwargs.pop("cdb_config", None)
         for name in _SCALARS:
             if isinstance(kwargs.get(name), torch.Tensor) and kwargs[name].numel() == 1:
@@ -188,7 +188,7 @@ class CDBGenerationMixin(GenerationMixin):
             config = take_official_arguments(config, adapter, model_kwargs, given)
             check_names(self, model_kwargs)
             generation_config._cdb = (adapter, config.resolve(adapter))
-            generation_config._on_token, generation_config._lazy = on_token, lazy
+            generation_config._on_token, generation_config._only_prepare = on_token, only_prepare
         return generation_config, model_kwargs
 
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
@@ -238,16 +238,25 @@ class CDBGenerationMixin(GenerationMixin):
         )
         requests = make_requests(input_ids, generation_config, config, sampler, stops, kwargs)
         run = GenerationRun(
-            Engine(adapter, config),
+            adapter,
+            config,
             requests,
             input_ids,
             generation_config,
             stops,
             on_token=generation_config._on_token,
             streamer=kwargs.get("streamer"),
-            progress=config.progress,
         )
-        return run if generation_config._lazy else run.finish()
+        return run if generation_config._only_prepare else run.open().finish()
+
+
+def prepare_run(model: "CDBGenerationMixin", *args, **kwargs) -> GenerationRun:
+    """What `model.generate(*args, **kwargs)` would run with cdb: every argument is taken and checked, nothing runs.
+
+    Raises:
+        ValueError: as `generate`.
+    """
+    return type(model).generate(model, *args, _only_prepare=True, **kwargs)
 
 
 def _settings(given: Any) -> dict[str, Any]:
