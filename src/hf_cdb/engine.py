@@ -103,6 +103,10 @@ class Engine:
             )
         return cost
 
+    def refresh_weights(self) -> None:
+        """To be called after the model's weights have changed; until then launches may use copies of the old ones."""
+        self._weights = PrepackedWeights(self.adapter.model, self.config.prepack_weights)
+
     def cancel(self, key: int) -> None:
         """End a request where it is; its tokens so far stay in it.
 

@@ -9,6 +9,7 @@ from transformers.generation import GenerationMixin
 from transformers.utils import logging
 
 from .adapters import adapter_for
+from .batching import CDBBatchingMixin
 from .config import CDBConfig, saved_settings
 from .criteria import Stops
 from .exit_heads import FOLDER as HEADS_FOLDER
@@ -25,14 +26,14 @@ from .generation_arguments import (
 )
 from .generation_output import GenerateCDBOutput, RowsFailedError
 from .generation_requests import make_noise, make_requests
-from .generation_run import GenerationRun
+from .generation_run import GenerationRun, prepare_run
 from .model_checks import check_model, compute_as_wrapped
 from .official_arguments import take_official_arguments
 from .processors import processors_of_rows
 from .sampling import Sampler
 from .streaming import OneRowStreamer, StreamPiece
 
-__all__ = ["CDBGenerationMixin", "GenerateCDBOutput", "RowsFailedError", "enable_cdb", "prepare_run"]
+__all__ = ["CDBGenerationMixin", "GenerateCDBOutput", "RowsFailedError", "enable_cdb"]
 
 logger = logging.get_logger(__name__)
 
@@ -41,7 +42,7 @@ _SIGNATURE = inspect.signature(GenerationMixin.generate)
 _SCALARS = ("num_steps", "init_scale", "init_seed", "exit_threshold", "exit_at_step")
 
 
-class CDBGenerationMixin(GenerationMixin):
+class CDBGenerationMixin(CDBBatchingMixin, GenerationMixin):
     """`generate` with the argument `cdb`; without it the library's own, unchanged."""
 
     @torch.no_grad()
@@ -248,15 +249,6 @@ class CDBGenerationMixin(GenerationMixin):
             streamer=kwargs.get("streamer"),
         )
         return run if generation_config._only_prepare else run.open().finish()
-
-
-def prepare_run(model: "CDBGenerationMixin", *args, **kwargs) -> GenerationRun:
-    """What `model.generate(*args, **kwargs)` would run with cdb: every argument is taken and checked, nothing runs.
-
-    Raises:
-        ValueError: as `generate`.
-    """
-    return type(model).generate(model, *args, _only_prepare=True, **kwargs)
 
 
 def _settings(given: Any) -> dict[str, Any]:

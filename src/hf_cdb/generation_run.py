@@ -16,7 +16,16 @@ from .generation_output import GenerateCDBOutput, RowsFailedError, gather
 from .request import Request
 from .streaming import StreamPiece, TextPieces
 
-__all__ = ["GenerationRun"]
+__all__ = ["GenerationRun", "prepare_run"]
+
+
+def prepare_run(model: Any, *args, **kwargs) -> "GenerationRun":
+    """What `model.generate(*args, **kwargs)` would run with cdb: every argument is taken and checked, nothing runs.
+
+    Raises:
+        ValueError: as `generate`.
+    """
+    return type(model).generate(model, *args, _only_prepare=True, **kwargs)
 
 
 class GenerationRun:
