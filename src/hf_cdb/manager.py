@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import copy
 import dataclasses
 import itertools
 import math
@@ -318,13 +319,13 @@ class CDBManager:
             settings = {"exit_rule": "replay", **settings, "exit_depths": [settings["exit_depths"]]}
         if settings.get("exit_rule", self._settings.exit_rule) != self._settings.exit_rule:
             settings = {"exit_threshold": None, **settings}  # a threshold belongs to its rule
-        if seed is None:
+        generation_config = copy.deepcopy(kwargs.pop("generation_config", None) or self.generation_config)
+        kwargs = generation_config.update(**kwargs)
+        if seed is None and generation_config.do_sample:
             seed = int(torch.randint(2**62, ()))
-        kwargs = {"generation_config": self.generation_config, **kwargs}
-        sampled = kwargs.get("do_sample", kwargs["generation_config"].do_sample)
-        config = dataclasses.replace(self._settings, **settings, seeds=[seed] if sampled else None)
+        config = dataclasses.replace(self._settings, **settings, seeds=None if seed is None else [seed])
         with self._preparing:  # nobody has promised that generate is safe in several threads at once
-            run = prepare_run(self.model, prompt[None], cdb=config, **kwargs)
+            run = prepare_run(self.model, prompt[None], generation_config=generation_config, cdb=config, **kwargs)
         if run.config.max_depth > self.config.max_depth:
             raise ValueError(
                 f"max_depth={run.config.max_depth} exceeds the manager's own {self.config.max_depth}, to which its "
