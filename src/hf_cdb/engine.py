@@ -1,6 +1,7 @@
 """The engine: schedule a launch, run it, commit it. Knows no generation config and no tokenizer."""
 
 import time
+from typing import Any
 
 import numpy
 import psutil
@@ -40,8 +41,7 @@ class Engine:
     def __init__(self, adapter: LoopAdapter, config: CDBConfig):
         self.adapter, self.config = adapter, config
         self.rule = config.exit_rule
-        self._rules = RowRules(adapter, config.max_num_seqs)
-        self._rules.bind(self.rule)
+        self._rules = RowRules(self.rule, adapter, config.max_num_seqs)
         self.cache = DepthCache(adapter, KVPolicy.create(config.kv_policy, config.max_depth, config.kv_slots))
         self.scheduler = Scheduler(
             config.max_num_seqs,
@@ -77,6 +77,7 @@ class Engine:
         request.max_depth = request.max_depth or self.config.max_depth
         request.min_depth = request.min_depth or self.config.min_depth
         request.rule = request.rule or self.rule
+        self._rules.bind(request.rule)
         self.scheduler.add(
             request.key,
             request.max_depth,
@@ -84,7 +85,6 @@ class Engine:
             pieces=-(-request.prompt_length // chunk),
             cost=self.check(request),
         )
-        self._rules.bind(request.rule)
         self._requests[request.key] = request
 
     def check(self, request: Request) -> int:
@@ -97,8 +97,9 @@ class Engine:
         budget = self.scheduler.budget
         if budget is not None and cost > budget:
             raise ValueError(
-                f"max_kv_memory={self.config.max_kv_memory} is {budget} bytes, but request {request.key} needs {cost}: "
-                f"{request.capacity} positions of {self.cache.bytes_per_position()} bytes. Allow more, or shorten the "
+                f"max_kv_memory={self.config.max_kv_memory} is {budget} bytes, but a prompt of "
+                f"{request.prompt_length} with {request.max_new_tokens} new tokens needs {cost}: {request.capacity} "
+                f"positions of {self.cache.bytes_per_position()} bytes. Allow more, or shorten the "
                 "prompt or max_new_tokens."
             )
         return cost
@@ -279,9 +280,11 @@ class Engine:
 
     def _choose(self, rows: list[Request], logits: torch.Tensor) -> None:
         """Choose a token for every row; one whose processors raised has an error instead."""
-        groups: dict[int, list[int]] = {}
+        groups: dict[Any, list[int]] = {}
         for index, row in enumerate(rows):
-            groups.setdefault(id(row.sampler), []).append(index)
+            # Of those that only look for the largest score one serves all.
+            plain = getattr(row.sampler, "is_plain", False)
+            groups.setdefault("plain" if plain else id(row.sampler), []).append(index)
         for indices in groups.values():
             chosen = [rows[index] for index in indices]
             part = logits if len(indices) == len(rows) else logits[self._tensor(indices)]
