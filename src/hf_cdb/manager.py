@@ -43,6 +43,7 @@ _OF_ENGINE = tuple(f.name for f in dataclasses.fields(CDBConfig) if f.name not i
 _ELSEWHERE = {
     "cdb": "The settings of a request stand by their own names: " + ", ".join(_OF_REQUESTS) + ".",
     "cdb_config": "The settings of a request stand by their own names: " + ", ".join(_OF_REQUESTS) + ".",
+    "inputs_embeds": "Give token ids; for embeddings call generate.",
     "streamer": "Pass streaming=True, and register_result_handler or request_id_iter.",
     "on_token": "Pass streaming=True, and register_result_handler or request_id_iter.",
     "return_dict_in_generate": "Outputs are CDBGenerationOutput.",
@@ -104,6 +105,7 @@ class CDBManager:
             raise ValueError(f"max_queue_size={max_queue_size!r}: choose a number of requests, or 0 for no limit.")
         self.config = self.settings.resolve(adapter)
         self.max_queue_size = max_queue_size
+        self._vocabulary = self.model.get_input_embeddings().num_embeddings
         self._engine = Engine(adapter, self.config)
         self._outbox = Outbox()
         self._worker = Worker(self._engine, self._outbox)
@@ -437,6 +439,10 @@ class CDBManager:
         prompt = torch.as_tensor(input_ids, device=self._engine.adapter.device)
         if prompt.ndim != 1 or prompt.is_floating_point() or prompt.dtype == torch.bool or not len(prompt):
             raise ValueError(f"input_ids={input_ids!r}: give the token ids of one prompt, a list of integers.")
+        least, most = (int(end) for end in prompt.aminmax())
+        if least < 0 or most >= self._vocabulary:  # the model would raise, and all requests would fail with it
+            wrong = least if least < 0 else most
+            raise ValueError(f"input_ids hold {wrong}, but tokens lie between 0 and {self._vocabulary - 1}.")
         generation_config = kwargs.pop("generation_config", None)
         self._check_arguments(generation_config, kwargs)
         config = self._settings_of(seed, kwargs)
