@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 from . import trace_command
-from .bench import overhead, quick, simulate, step, throughput
+from .bench import overhead, quick, simulate, soak, step, throughput
 from .training import gate_command, tables_command, tiny_command
 
 __all__ = ["build_parser", "main"]
@@ -24,6 +24,7 @@ COMMANDS: dict[str, dict[str, tuple[str, Callable[[argparse.ArgumentParser], Non
         "step": ("time of one launch by rows and context", step.add_arguments),
         "quick": ("throughput at short prompts and outputs, in a few minutes", quick.add_arguments),
         "simulate": ("the scheduler against a cost table: throughput and latency", simulate.add_arguments),
+        "soak": ("many requests with cancels and faults through the manager, each checked", soak.add_arguments),
         "overhead": ("time of a launch that the engine takes itself", overhead.add_arguments),
     },
 }

@@ -129,6 +129,11 @@ class CDBManager:
         """What the engine has run so far."""
         return self._engine.stats
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that keys and values take, with the gaps that ended requests leave; 0 once the thread has ended."""
+        return self._engine.cache.reserved_bytes
+
     def __len__(self) -> int:
         """Requests that have not ended."""
         return len(self._worker)
