@@ -245,6 +245,8 @@ class Soak:
         if case not in self._alone:
             options = case.options
             own = {name: options.pop(name) for name in _OF_CDB if name in options}
+            if "exit_rule" in own:
+                own.setdefault("exit_threshold", None)  # that of the settings belongs to another rule
             cdb = {**self.settings, **own, "max_num_seqs": 1, **({"seeds": [case.seed]} if case.sampled else {})}
             ids = torch.tensor([case.prompt], device=self.model.device)
             output = self.model.generate(ids, cdb=cdb, return_dict_in_generate=True, **options)
@@ -293,9 +295,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(markdown_table(columns, soak.samples))
     print()
     print(markdown_table({"ended with": "", "sequences": "d"}, _ends(soak)))
-    print(
-        "\nEvery sequence ended once, with the tokens and depths of its run alone, or the first of them and its cause."
-    )
+    print("\nEvery sequence ended once: with what it gives alone, or with the first tokens of that and its cause.")
 
 
 def _ends(soak: Soak) -> list[dict[str, Any]]:
