@@ -1,7 +1,5 @@
 """With lookahead a launch is enqueued before the signal of the loop before it is read."""
 
-from types import SimpleNamespace
-
 import numpy
 import pytest
 import torch
@@ -154,7 +152,7 @@ def test_depths_that_are_replayed_are_not_shifted():
 
 @pytest.mark.parametrize("said", [torch.tensor([True, False]), [True, False], numpy.array([True, False])], ids=type)
 def test_rows_that_were_not_asked_stay(said):
-    signal = Signals(SimpleNamespace(name="fake"), 3, CPU).send(LAUNCH, [0, 2], said)
+    signal = Signals(3, CPU).send(LAUNCH, [0, 2], said)
     assert signal.read() == [True, False, False]
     assert all(type(flag) is bool for flag in signal.read())
 
@@ -162,7 +160,7 @@ def test_rows_that_were_not_asked_stay(said):
 def test_a_signal_is_what_was_sent():
     """A rule may write into its answer when it is asked again, before the signal is read."""
     said = torch.tensor([True, False, True])
-    signal = Signals(SimpleNamespace(name="fake"), 3, CPU).send(LAUNCH, range(3), said)
+    signal = Signals(3, CPU).send(LAUNCH, range(3), said)
     said.zero_()
     assert signal.read() == [True, False, True]
 

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from . import calibrate_command, trace_command
-from .bench import overhead, quick, schedule, simulate, step, throughput
+from .bench import overhead, quick, schedule, simulate, soak, step, throughput
 from .evaluation import command as evaluation_command
 from .hub import command as hub_command
 from .robustness import command as robustness_command
@@ -36,6 +36,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "quick": ("throughput at short prompts and outputs, in a few minutes", quick.add_arguments),
         "simulate": ("the scheduler against a cost table: throughput and latency", simulate.add_arguments),
         "schedule": ("what classes of requests wait, by the settings of the scheduler", schedule.add_arguments),
+        "soak": ("many requests with cancels and faults through the manager, each checked", soak.add_arguments),
         "overhead": ("time of a launch that the engine takes itself", overhead.add_arguments),
     },
 }

@@ -1,5 +1,7 @@
 """When the rows of a call end: the merged stopping criteria of `generate`, for rows that reach a token at any time."""
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,7 +52,15 @@ class Stops:
         self._ends = {
             int(token) for c in criteria if type(c) is stock.EosTokenCriteria for token in c.eos_token_id.flatten()
         }
-        self._deadlines = [c for c in criteria if type(c) is stock.MaxTimeCriteria]
+        # A clock that nobody sets: the criteria's own would end rows when the time of day is changed.
+        self._ends_at = min(
+            (
+                time.monotonic() + c.max_time - (time.time() - c.initial_timestamp)
+                for c in criteria
+                if type(c) is stock.MaxTimeCriteria
+            ),
+            default=math.inf,
+        )
         self._own = PerRow()
         self._replayed: list[Callable] = []
         self._step = 0  # tokens that the replayed criteria have seen
@@ -104,7 +114,7 @@ class Stops:
 
     def after_tokens(self, engine: Engine, requests: Sequence[Request]) -> None:
         """End rows by what all rows decide together. To be called after every launch that yields tokens."""
-        if any(bool(criterion(self.histories[:1], None)) for criterion in self._deadlines):
+        if time.monotonic() > self._ends_at:
             for request in requests:
                 if not request.ended:
                     engine.cancel(request.key)

@@ -1,6 +1,7 @@
 """The engine: schedule a launch, run it, commit it. Knows no generation config and no tokenizer."""
 
 import time
+from typing import Any
 
 import numpy
 import psutil
@@ -16,6 +17,7 @@ from .flash import find_flash
 from .kv_policy import KVPolicy
 from .prepack import PrepackedWeights
 from .request import Request
+from .row_rules import RowRules
 from .row_states import RowStates
 from .scheduler import Launch, Scheduler
 from .signals import Signal, Signals
@@ -42,7 +44,7 @@ class Engine:
     def __init__(self, adapter: LoopAdapter, config: CDBConfig):
         self.adapter, self.config = adapter, config
         self.rule = config.exit_rule
-        self.rule.bind(adapter, config.max_num_seqs)
+        self._rules = RowRules(self.rule, adapter, config.max_num_seqs)
         self._attention = AttentionSwitch(adapter.model)
         policy = KVPolicy.create(config.kv_policy, config.max_depth, config.kv_slots)
         self.cache = DepthCache(adapter, policy, find_flash(adapter, self._attention.own))
@@ -65,10 +67,11 @@ class Engine:
             coda=adapter.coda_parameter_count(),
             trace=Trace() if config.trace else None,
         )
+        self._memory = _memory(adapter.device)
         self._requests: dict[int, Request] = {}
         self._ended: list[Request] = []
         self._states = RowStates()
-        self._signals = Signals(self.rule, config.max_num_seqs, adapter.device)
+        self._signals = Signals(config.max_num_seqs, adapter.device)
         self._pending: Signal | None = None  # with lookahead: of the last loop, not yet read
         self._weights = PrepackedWeights(adapter.model, config.prepack_weights)
         parts = (adapter, self.cache, self._attention, self._weights)
@@ -79,25 +82,45 @@ class Engine:
         """Queue a request.
 
         Raises:
-            ValueError: its key is in use, or its keys and values could never fit into `max_kv_memory`.
+            ValueError: its key is in use, or `check` refuses it.
+        """
+        request.max_depth = request.max_depth or self.config.max_depth
+        request.min_depth = request.min_depth or self.config.min_depth
+        request.rule = request.rule or self.rule
+        self._rules.bind(request.rule)
+        self.scheduler.add(
+            request.key,
+            request.max_depth,
+            min_depth=request.min_depth,
+            prompt=request.prompt_length,
+            cost=self.check(request),
+            priority=request.priority,
+            deadline=request.deadline,
+        )
+        self._requests[request.key] = request
+
+    def check(self, request: Request) -> int:
+        """Bytes that the keys and values of a request take. May be called by any thread.
+
+        Raises:
+            ValueError: they could never fit into `max_kv_memory`, or into the memory of the device.
         """
         positions = self.cache.positions(request.capacity)
         cost = positions * self.cache.bytes_per_position()
         budget = self.scheduler.budget
-        if budget is not None and cost > budget:
+        most = self._memory if budget is None else budget
+        if cost > most:
+            room = "the memory" if budget is None else f"max_kv_memory={self.config.max_kv_memory}"
             raise ValueError(
-                f"max_kv_memory={self.config.max_kv_memory} is {budget} bytes, but request {request.key} needs {cost}: "
-                f"{positions} positions of {self.cache.bytes_per_position()} bytes. Allow more, or shorten the "
-                "prompt or max_new_tokens."
+                f"{room} is {most} bytes, but a prompt of {request.prompt_length} with {request.max_new_tokens} new "
+                f"tokens needs {cost}: {positions} positions of {self.cache.bytes_per_position()} bytes. Allow more, "
+                "or shorten the prompt or max_new_tokens."
             )
-        self.scheduler.add(
-            request.key,
-            self.config.max_depth,
-            min_depth=self.config.min_depth,
-            prompt=request.prompt_length,
-            cost=cost,
-        )
-        self._requests[request.key] = request
+        return cost
+
+    def refresh_weights(self) -> None:
+        """To be called after the model's weights have changed; until then launches may use copies of the old ones."""
+        self._weights = PrepackedWeights(self.adapter.model, self.config.prepack_weights)
 
     def cancel(self, key: int) -> None:
         """End a request where it is; its tokens so far stay in it.
@@ -189,7 +212,7 @@ class Engine:
         layer_inputs = self._address(batch.spans, batch.positions) if self.adapter.prelude_layers else {}
         with self._attention, self._weights:
             embeds = self.adapter.prelude(*self._inputs(batch), layer_inputs)
-        start = self.adapter.start(embeds, batch.positions, **_start_options(batch))[0]
+        start = self._start(batch, embeds)
         embeds = embeds[0]
         if self.adapter.reads_embeds:
             self._states.write("embeds", batch, embeds)
@@ -197,8 +220,25 @@ class Engine:
         if batch.decoding:
             if batch.prompts:
                 embeds, start = embeds[batch.decoding_tokens], start[batch.decoding_tokens]
-            tokens = [(row.row, len(row.tokens)) for row in batch.rows if row.tokens]
-            self.rule.begin(batch.places, embeds, start, tokens)
+            self._rules.begin([batch.rows[index] for index in batch.decoding], batch.places, embeds, start)
+
+    def _start(self, batch: Batch, embeds: torch.Tensor) -> torch.Tensor:
+        """The states before loop 1, `[tokens, width]`, of embeddings `[1, tokens, width]`."""
+        groups: dict[tuple, list[int]] = {}  # rows whose options differ in nothing but the seed
+        for index, row in enumerate(batch.rows):
+            options = row.start_options
+            kind = (options.get("init_scale"), "init_seed" in options) if options else ()
+            groups.setdefault(kind, []).append(index)
+        if len(groups) == 1:
+            return self.adapter.start(embeds, batch.positions, **_start_options(batch.rows, batch.spans))[0]
+        states = torch.empty_like(embeds[0])
+        for indices in groups.values():
+            rows, spans = [batch.rows[index] for index in indices], batch.spans.take(indices)
+            spread = [range(batch.spans.first[index], batch.spans.last[index] + 1) for index in indices]
+            tokens = batch.tensor(numpy.concatenate(spread))
+            own = self.adapter.start(embeds[:, tokens], batch.positions[:, tokens], **_start_options(rows, spans))[0]
+            states[tokens] = own.to(states.dtype)
+        return states
 
     def _admit(self, rows: list[Request]) -> None:
         """Room for the keys and values of requests that start."""
@@ -220,22 +260,21 @@ class Engine:
         return self._decide(batch, previous, state)
 
     def _decide(self, batch: Batch, previous: torch.Tensor, state: torch.Tensor) -> Signal:
-        """Which rows the rule lets go. Prompts always run to full depth, and its last signal is never read."""
+        """Which rows their rules let go. Prompts always run to full depth, and its last signal is never read."""
         depths = batch.launch.depths
-        deciding = [] if self.rule.name == "never" else batch.decoding
-        deciding = [index for index in deciding if depths[index] < self.config.max_depth]
-        if not deciding:
-            return self._signals.send(batch.launch, deciding, [])
-        places, spans = batch.places, batch.spans
+        deciding = [index for index in batch.decoding if depths[index] < batch.rows[index].max_depth]
+        rows, places, spans = [batch.rows[index] for index in deciding], batch.places, batch.spans
+        if all(row.rule.name == "never" for row in rows):
+            return self._signals.send(batch.launch, [], [])
         if len(deciding) < len(batch):
             places = batch.tensor([batch.launch.places[index] for index in deciding])
             depths = [depths[index] for index in deciding]
             tokens = batch.tensor(spans.first[deciding])
-            if self.rule.reads_previous:
+            if any(row.rule.reads_previous for row in rows):
                 previous = previous.index_select(0, tokens)
-            if self.rule.reads_state:
+            if any(row.rule.reads_state for row in rows):
                 state, spans = state.index_select(0, tokens), spans.take(deciding)
-        said = self.rule.leave(places, depths, previous, state, lambda: self._ask(spans, state))
+        said = self._rules.leave(rows, places, depths, previous, state, lambda: self._ask(spans, state))
         return self._signals.send(batch.launch, deciding, said)
 
     def _ask(self, spans: Spans, state: torch.Tensor) -> torch.Tensor:
@@ -271,9 +310,11 @@ class Engine:
 
     def _choose(self, rows: list[Request], logits: torch.Tensor) -> None:
         """Choose a token for every row; one whose processors raised has an error instead."""
-        groups: dict[int, list[int]] = {}
+        groups: dict[Any, list[int]] = {}
         for index, row in enumerate(rows):
-            groups.setdefault(id(row.sampler), []).append(index)
+            # Of those that only look for the largest score one serves all.
+            plain = getattr(row.sampler, "is_plain", False)
+            groups.setdefault("plain" if plain else id(row.sampler), []).append(index)
         for indices in groups.values():
             chosen = [rows[index] for index in indices]
             part = logits if len(indices) == len(rows) else logits[self._tensor(indices)]
@@ -332,12 +373,12 @@ class Engine:
         return to_device(torch.as_tensor(values, dtype=torch.long), self.adapter.device)
 
 
-def _start_options(batch: Batch) -> dict:
+def _start_options(rows: list[Request], spans: Spans) -> dict[str, Any]:
     """Arguments of the adapter's `start`; seeds per row become seeds per token."""
-    options = dict(batch.rows[0].start_options)
+    options = dict(rows[0].start_options)
     if "init_seed" in options:
-        seeds = numpy.array([row.start_options["init_seed"] for row in batch.rows], dtype=numpy.int64)
-        options["init_seed"] = batch.tensor(batch.spans.by_token(seeds))[None]
+        seeds = numpy.array([row.start_options["init_seed"] for row in rows], dtype=numpy.int64)
+        options["init_seed"] = torch.from_numpy(spans.by_token(seeds))[None]
     return options
 
 
@@ -347,3 +388,8 @@ def _budget(max_kv_memory: int | float | None, device: torch.device) -> int | No
         return max_kv_memory
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return int(max_kv_memory * free)
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes of the whole memory."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total

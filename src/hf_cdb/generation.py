@@ -9,9 +9,9 @@ from transformers.generation import GenerationMixin
 from transformers.utils import logging
 
 from .adapters import adapter_for
+from .batching import CDBBatchingMixin
 from .config import CDBConfig, saved_settings
 from .criteria import Stops
-from .engine import Engine
 from .exit_heads import FOLDER as HEADS_FOLDER
 from .exit_heads import save_exit_heads
 from .generation_arguments import (
@@ -27,7 +27,7 @@ from .generation_arguments import (
 )
 from .generation_output import GenerateCDBOutput, RowsFailedError
 from .generation_requests import make_noise, make_requests
-from .generation_run import GenerationRun
+from .generation_run import GenerationRun, prepare_run
 from .model_checks import check_model, compute_as_wrapped
 from .official_arguments import take_official_arguments
 from .processors import processors_of_rows
@@ -43,7 +43,7 @@ _SIGNATURE = inspect.signature(GenerationMixin.generate)
 _SCALARS = ("num_steps", "init_scale", "init_seed", "exit_threshold", "exit_at_step")
 
 
-class CDBGenerationMixin(GenerationMixin):
+class CDBGenerationMixin(CDBBatchingMixin, GenerationMixin):
     """`generate` with the argument `cdb`; without it the library's own, unchanged."""
 
     @torch.no_grad()
@@ -126,8 +126,8 @@ class CDBGenerationMixin(GenerationMixin):
                 f"{'cdb' if saved is None else 'generation_config.cdb'}=False: generate_stream steps an engine, which "
                 "stock generation has not. Pass cdb=True, or a streamer to generate."
             )
-        run = type(self).generate(self, *args, tokenizer=tokenizer, cdb=cdb, _lazy=True, **kwargs)
-        return run.stream(tokenizer, skip_special_tokens)
+        run = prepare_run(self, *args, tokenizer=tokenizer, cdb=cdb, **kwargs)
+        return run.open().stream(tokenizer, skip_special_tokens)
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
         """As the library's, and writes the model's trained exit heads into the folder `exit_heads` there.
@@ -166,7 +166,8 @@ class CDBGenerationMixin(GenerationMixin):
         return cdb
 
     def _prepare_generation_config(self, generation_config, **kwargs):
-        cdb, on_token, lazy = kwargs.pop("cdb", None), kwargs.pop("on_token", None), kwargs.pop("_lazy", False)
+        cdb, on_token = kwargs.pop("cdb", None), kwargs.pop("on_token", None)
+        only_prepare = kwargs.pop("_only_prepare", False)
         named = kwargs.pop("cdb_config", None)
         for name in _SCALARS:
             if isinstance(kwargs.get(name), torch.Tensor) and kwargs[name].numel() == 1:
@@ -190,7 +191,7 @@ class CDBGenerationMixin(GenerationMixin):
             check_names(self, model_kwargs)
             check_compile(generation_config, config)
             generation_config._cdb = (adapter, config.resolve(adapter))
-            generation_config._on_token, generation_config._lazy = on_token, lazy
+            generation_config._on_token, generation_config._only_prepare = on_token, only_prepare
         return generation_config, model_kwargs
 
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
@@ -240,16 +241,16 @@ class CDBGenerationMixin(GenerationMixin):
         )
         requests = make_requests(input_ids, generation_config, config, sampler, stops, kwargs)
         run = GenerationRun(
-            Engine(adapter, config),
+            adapter,
+            config,
             requests,
             input_ids,
             generation_config,
             stops,
             on_token=generation_config._on_token,
             streamer=kwargs.get("streamer"),
-            progress=config.progress,
         )
-        return run if generation_config._lazy else run.finish()
+        return run if generation_config._only_prepare else run.open().finish()
 
 
 def _settings(given: Any) -> dict[str, Any]:
@@ -292,7 +293,7 @@ def enable_cdb(model: GenerationMixin) -> GenerationMixin:
 
 def _reduce(self, protocol):
     # The class made by enable_cdb has no name that pickle could import: the parent is stored and enabled again.
-    parent = type(self).__mro__[2]
+    parent = type(self).__bases__[1]
     return _restore, (parent, self.__dict__)
 
 

@@ -204,7 +204,7 @@ def check_compile(generation_config: GenerationConfig, config: CDBConfig) -> Non
 
 def check_replays(stops: Any, generation_config: GenerationConfig) -> None:
     """Refuse to tell of tokens that may be taken back."""
-    if stops.replays and (generation_config._on_token is not None or generation_config._lazy):
+    if stops.replays and (generation_config._on_token is not None or generation_config._only_prepare):
         raise ValueError(
             "on_token and generate_stream tell of tokens at once, but a stopping criterion of this call looks at all "
             "rows together and may take some back. Return a tensor with an entry for every row, each decided by its "

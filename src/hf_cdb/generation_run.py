@@ -8,52 +8,67 @@ import torch
 from tqdm.auto import tqdm
 from transformers.generation.streamers import BaseStreamer
 
+from .adapters import LoopAdapter
+from .config import CDBConfig
 from .criteria import Stops
 from .engine import Engine
 from .generation_output import GenerateCDBOutput, RowsFailedError, gather
 from .request import Request
 from .streaming import StreamPiece, TextPieces
 
-__all__ = ["GenerationRun"]
+__all__ = ["GenerationRun", "prepare_run"]
+
+
+def prepare_run(model: Any, *args, **kwargs) -> "GenerationRun":
+    """What `model.generate(*args, **kwargs)` would run with cdb: every argument is taken and checked, nothing runs.
+
+    Raises:
+        ValueError: as `generate`.
+    """
+    return type(model).generate(model, *args, _only_prepare=True, **kwargs)
 
 
 class GenerationRun:
-    """The rows of one call, queued in an engine of their own.
+    """The rows of one call; `finish` and `stream` run them in an engine of their own.
 
     A row fails alone: what its processors, its stopping criteria or `on_token` raise ends that row, and after the
     others are through, `RowsFailedError` says so. What the model or the streamer raises ends the call as it is, and so
     does `KeyboardInterrupt`.
 
     Args:
-        engine: with nothing in it.
+        adapter, config: of the engine; the config is resolved.
         requests: one per row; `key` and `row` are its number.
         input_ids, generation_config: for the output.
         stops: ends rows by what all rows decide together.
         on_token: called with (row, token id, exit depth) after every token.
         streamer: for a call of one row: is given every token, and told when there are no more, also where the call
             fails, so that who reads from it is not left waiting.
-        progress: show a bar of finished rows.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        adapter: LoopAdapter,
+        config: CDBConfig,
         requests: list[Request],
         input_ids: torch.Tensor,
         generation_config: Any,
         stops: Stops,
         on_token: Callable[[int, int, int], Any] | None = None,
         streamer: BaseStreamer | None = None,
-        progress: bool = False,
     ):
-        self.engine, self.requests = engine, requests
+        self.adapter, self.config, self.requests = adapter, config, requests
         self.input_ids, self.generation_config, self.stops = input_ids, generation_config, stops
-        self.on_token, self.streamer, self.progress = on_token, streamer, progress
-        for request in requests:
+        self.on_token, self.streamer = on_token, streamer
+
+    def open(self) -> "GenerationRun":
+        """Make the engine and queue the rows, without running anything. Returns itself."""
+        self.engine = Engine(self.adapter, self.config)
+        for request in self.requests:
             try:
-                engine.add_request(request)
+                self.engine.add_request(request)
             except ValueError as error:
                 request.status, request.error = "failed", error
+        return self
 
     def finish(self) -> GenerateCDBOutput | torch.Tensor:
         """Run every row to its end.
@@ -94,7 +109,7 @@ class GenerationRun:
         """Step the engine; a request for every token that it got, which is its last one."""
         told = [0] * len(self.requests)
         try:
-            with tqdm(total=len(self.requests), unit="row", disable=not self.progress) as bar:
+            with tqdm(total=len(self.requests), unit="row", disable=not self.config.progress) as bar:
                 while (launch := self.engine.step()) is not None:
                     if launch.stage != "coda":
                         continue

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from .exits import ExitRule
+
 __all__ = ["Request"]
 
 
@@ -22,6 +24,9 @@ class Request:
         sampler: chooses its tokens.
         stop: called with the request after every token; True ends it.
         start_options: arguments of the adapter's `start`.
+        min_depth, max_depth, rule: None for the engine's, which fills them in. `max_depth` is the depth of the prompt
+            as well, and at most that of the engine.
+        priority, deadline: see `Scheduler.add`.
         tokens, exit_depths: what came out so far.
         status: "waiting", "running", "finished", "cancelled" or "failed".
         error: why it failed.
@@ -36,6 +41,11 @@ class Request:
     seed: int | None = None
     stop: Callable[["Request"], bool] | None = None
     start_options: dict[str, Any] = field(default_factory=dict)
+    min_depth: int | None = None
+    max_depth: int | None = None
+    rule: ExitRule | None = None
+    priority: int = 0
+    deadline: float | None = None
     tokens: list[int] = field(default_factory=list)
     exit_depths: list[int] = field(default_factory=list)
     scores: list[torch.Tensor] = field(default_factory=list)

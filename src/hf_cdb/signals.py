@@ -4,10 +4,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy
 import torch
 
-from .exits import ExitRule
 from .scheduler import Launch
 
 __all__ = ["Signal", "Signals"]
@@ -45,24 +43,17 @@ class Signals:
     but one is sent. Elsewhere a signal has arrived when it is sent.
 
     Args:
-        rule: whose answers it checks.
         rows: of a launch at most.
         device: where the rule computes.
     """
 
-    def __init__(self, rule: ExitRule, rows: int, device: torch.device):
-        self._rule = rule
+    def __init__(self, rows: int, device: torch.device):
         self._buffers = None
         if device.type == "cuda":
             self._buffers = itertools.cycle([torch.empty(rows, dtype=torch.bool, pin_memory=True) for _ in range(2)])
 
     def send(self, launch: Launch, deciding: Sequence[int], said: Any) -> Signal:
-        """On its way from now on: what the rule said, a bool tensor `[deciding]` or a sequence of bools.
-
-        Raises:
-            ValueError: it said something else.
-        """
-        _check(self._rule, said, len(deciding))
+        """On its way from now on: what the rule said, a bool tensor `[deciding]` or a sequence of bools."""
         if not isinstance(said, torch.Tensor):
             return Signal(launch, deciding, [bool(flag) for flag in said])
         if self._buffers is None or said.device.type != "cuda":
@@ -72,17 +63,3 @@ class Signals:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(said.device))
         return Signal(launch, deciding, buffer, event)
-
-
-def _check(rule: ExitRule, said: Any, rows: int) -> None:
-    """Refuse what is not one bool a row."""
-    if isinstance(said, torch.Tensor):
-        given, right = f"{said.dtype} {list(said.shape)}", said.dtype == torch.bool and said.shape == (rows,)
-    else:
-        flags = list(said) if isinstance(said, Sequence | numpy.ndarray) else []
-        given, right = repr(said), len(flags) == rows and all(isinstance(flag, bool | numpy.bool_) for flag in flags)
-    if not right:
-        raise ValueError(
-            f"exit rule {rule.name!r} ({type(rule).__name__}) returned {given} for {rows} rows: `leave` gives one bool "
-            f"per row, a bool tensor [{rows}] or a sequence."
-        )
