@@ -59,7 +59,8 @@ class Engine:
             coda=adapter.coda_parameter_count(),
             trace=Trace() if config.trace else None,
         )
-        self._memory = _memory(adapter.device)
+        budget = self.scheduler.budget
+        self._most = _memory(adapter.device) if budget is None else budget  # bytes for one request
         self._requests: dict[int, Request] = {}
         self._ended: list[Request] = []
         self._states = RowStates()
@@ -95,12 +96,11 @@ class Engine:
             ValueError: they could never fit into `max_kv_memory`, or into the memory of the device.
         """
         cost = request.capacity * self.cache.bytes_per_position()
-        budget = self.scheduler.budget
-        most = self._memory if budget is None else budget
-        if cost > most:
-            room = "the memory" if budget is None else f"max_kv_memory={self.config.max_kv_memory}"
+        if cost > self._most:
+            limit = self.config.max_kv_memory
+            room = "the memory" if limit is None else f"max_kv_memory={limit}"
             raise ValueError(
-                f"{room} is {most} bytes, but a prompt of "
+                f"{room} is {self._most} bytes, but a prompt of "
                 f"{request.prompt_length} with {request.max_new_tokens} new tokens needs {cost}: {request.capacity} "
                 f"positions of {self.cache.bytes_per_position()} bytes. Allow more, or shorten the "
                 "prompt or max_new_tokens."
