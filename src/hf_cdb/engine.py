@@ -67,7 +67,8 @@ class Engine:
             coda=adapter.coda_parameter_count(),
             trace=Trace() if config.trace else None,
         )
-        self._memory = _memory(adapter.device)
+        budget = self.scheduler.budget
+        self._most = _memory(adapter.device) if budget is None else budget  # bytes for one request
         self._requests: dict[int, Request] = {}
         self._ended: list[Request] = []
         self._states = RowStates()
@@ -107,14 +108,13 @@ class Engine:
         """
         positions = self.cache.positions(request.capacity)
         cost = positions * self.cache.bytes_per_position()
-        budget = self.scheduler.budget
-        most = self._memory if budget is None else budget
-        if cost > most:
-            room = "the memory" if budget is None else f"max_kv_memory={self.config.max_kv_memory}"
+        if cost > self._most:
+            limit = self.config.max_kv_memory
+            room = "the memory" if limit is None else f"max_kv_memory={limit}"
             raise ValueError(
-                f"{room} is {most} bytes, but a prompt of {request.prompt_length} with {request.max_new_tokens} new "
-                f"tokens needs {cost}: {positions} positions of {self.cache.bytes_per_position()} bytes. Allow more, "
-                "or shorten the prompt or max_new_tokens."
+                f"{room} is {self._most} bytes, but a prompt of {request.prompt_length} with {request.max_new_tokens} "
+                f"new tokens needs {cost}: {positions} positions of {self.cache.bytes_per_position()} bytes. Allow "
+                "more, or shorten the prompt or max_new_tokens."
             )
         return cost
 
