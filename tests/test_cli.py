@@ -8,7 +8,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from hf_cdb import __version__
-from hf_cdb.cli import COMMANDS, build_parser, main
+from hf_cdb.cli import COMMANDS, PLAIN, build_parser, main
 
 SMOKE = Path(__file__).parents[1] / "configs" / "train" / "smoke-ouro.yaml"
 
@@ -26,12 +26,27 @@ def tiny(*arguments):
 
 
 def test_every_command_is_described(capsys):
-    for group, commands in COMMANDS.items():
-        for command, (summary, _) in commands.items():
-            with pytest.raises(SystemExit) as end:
-                build_parser().parse_args([group, command, "--help"])
-            assert end.value.code == 0
-            assert summary.capitalize() in " ".join(capsys.readouterr().out.split())
+    commands = [([group, name], one[0]) for group, members in COMMANDS.items() for name, one in members.items()]
+    for words, summary in [*commands, *(([name], summary) for name, (summary, _) in PLAIN.items())]:
+        with pytest.raises(SystemExit) as end:
+            build_parser().parse_args([*words, "--help"])
+        assert end.value.code == 0
+        assert summary.capitalize() in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_command_without_a_group(monkeypatch, capsys):
+    def add_arguments(parser):
+        parser.add_argument("count", type=int)
+        parser.set_defaults(run=run)
+
+    def run(arguments):
+        if arguments.count < 1:
+            raise ValueError(f"count={arguments.count}: choose at least 1.")
+
+    monkeypatch.setitem(PLAIN, "shout", ("shout so many times", add_arguments))
+    assert main(["shout", "2"]) == 0
+    assert main(["shout", "0"]) == 2
+    assert capsys.readouterr().err == "hf-cdb shout: error: count=0: choose at least 1.\n"
 
 
 def test_the_module_is_the_command():

@@ -2,8 +2,9 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from typing import Any
 
 from . import trace_command
 from .bench import overhead, quick, simulate, step, throughput
@@ -11,8 +12,11 @@ from .training import gate_command, tables_command, tiny_command
 
 __all__ = ["build_parser", "main"]
 
-# Group -> command -> (what it does, what adds its arguments and sets its `run`).
-COMMANDS: dict[str, dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]]] = {
+# What a command does, and what adds its arguments and sets its `run`.
+Command = tuple[str, Callable[[argparse.ArgumentParser], None]]
+
+# Group -> command; those of PLAIN are called by their name alone.
+COMMANDS: dict[str, dict[str, Command]] = {
     "train": {
         "tiny": ("train a small looped model from a recipe file", tiny_command.add_arguments),
         "gate": ("train an exit head of a looped model and save it beside the model", gate_command.add_arguments),
@@ -27,6 +31,7 @@ COMMANDS: dict[str, dict[str, tuple[str, Callable[[argparse.ArgumentParser], Non
         "overhead": ("time of a launch that the engine takes itself", overhead.add_arguments),
     },
 }
+PLAIN: dict[str, Command] = {}
 GROUPS = {
     "trace": "look at recorded runs",
     "train": "train models",
@@ -44,9 +49,14 @@ def build_parser() -> argparse.ArgumentParser:
         parsers = groups.add_parser(group, help=GROUPS[group]).add_subparsers(
             dest="command", required=True, metavar="COMMAND"
         )
-        for command, (summary, add_arguments) in commands.items():
-            add_arguments(parsers.add_parser(command, help=summary, description=f"{summary.capitalize()}."))
+        _add_commands(parsers, commands)
+    _add_commands(groups, PLAIN)
     return parser
+
+
+def _add_commands(parsers: Any, commands: Mapping[str, Command]) -> None:
+    for command, (summary, add_arguments) in commands.items():
+        add_arguments(parsers.add_parser(command, help=summary, description=f"{summary.capitalize()}."))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, FloatingPointError) as error:
         if parsed.traceback:
             raise
-        print(f"hf-cdb {parsed.group} {parsed.command}: error: {error}", file=sys.stderr)
+        command = " ".join(["hf-cdb", parsed.group, *([parsed.command] if parsed.group in GROUPS else [])])
+        print(f"{command}: error: {error}", file=sys.stderr)
         return 2
     return 0
