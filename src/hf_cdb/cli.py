@@ -8,6 +8,7 @@ from typing import Any
 
 from . import trace_command
 from .bench import overhead, quick, simulate, step, throughput
+from .serving import command as serve_command
 from .training import gate_command, tables_command, tiny_command
 
 __all__ = ["build_parser", "main"]
@@ -31,7 +32,9 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "overhead": ("time of a launch that the engine takes itself", overhead.add_arguments),
     },
 }
-PLAIN: dict[str, Command] = {}
+PLAIN: dict[str, Command] = {
+    "serve": ("serve a model to clients of OpenAI's interface", serve_command.add_arguments),
+}
 GROUPS = {
     "trace": "look at recorded runs",
     "train": "train models",

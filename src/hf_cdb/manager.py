@@ -108,6 +108,21 @@ class CDBManager:
         """What the engine has run so far."""
         return self._engine.stats
 
+    @property
+    def waiting(self) -> int:
+        """Sequences that have not started."""
+        return self._engine.scheduler.waiting
+
+    @property
+    def running(self) -> int:
+        """Sequences in flight."""
+        return self._engine.scheduler.in_flight
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the keys and values of what is in flight."""
+        return self._engine.cache.core_bytes + self._engine.cache.outer_bytes
+
     def __len__(self) -> int:
         """Requests that have not ended."""
         return len(self._worker)
