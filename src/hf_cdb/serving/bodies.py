@@ -76,7 +76,7 @@ class Body(_Strict):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
-    def options(self, tokenizer: Any) -> dict[str, Any]:
+    def options(self, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
         """Arguments of `CDBManager.add_request`, but for the prompt and the number of tokens."""
         options = {
             "temperature": self.temperature or None,
@@ -87,7 +87,7 @@ class Body(_Strict):
             "min_new_tokens": self.min_tokens,
             "seed": self.seed,
             "num_return_sequences": self.n if self.n > 1 else None,
-            "eos_token_id": -1 if self.ignore_eos else None,  # no token has this number
+            "eos_token_id": vocab_size if self.ignore_eos else None,  # no token has this number
             **self.cdb.model_dump(),
         }
         if self.temperature is not None:

@@ -194,7 +194,7 @@ class Generation:
         return len(self.prompts) * self.body.n
 
     async def submit(self) -> None:
-        options = self.body.options(self.service.tokenizer)
+        options = self.body.options(self.service.tokenizer, self.service.vocab_size)
         for index, (prompt, limit) in enumerate(zip(self.prompts, self.limits, strict=True)):
             name = f"served-{uuid.uuid4().hex}"
             add = functools.partial(
