@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from . import trace_command
-from .bench import overhead, quick, simulate, step, throughput
+from .bench import overhead, quick, serve, simulate, step, throughput
 from .serving import command as serve_command
 from .training import gate_command, tables_command, tiny_command
 
@@ -29,6 +29,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "step": ("time of one launch by rows and context", step.add_arguments),
         "quick": ("throughput at short prompts and outputs, in a few minutes", quick.add_arguments),
         "simulate": ("the scheduler against a cost table: throughput and latency", simulate.add_arguments),
+        "serve": ("what requests wait that come over time, up to overload", serve.add_arguments),
         "overhead": ("time of a launch that the engine takes itself", overhead.add_arguments),
     },
 }

@@ -104,9 +104,10 @@ def test_times_by_hand():
     assert run.seconds == 18.25
     figures = run.figures()
     assert figures["tokens_per_second"] == pytest.approx(3 / 18.25)
-    assert figures["queue"] == pytest.approx({"p50": 4.0, "p90": 7.2, "p99": 7.92})  # of 0 and 8
+    assert figures["queue"] == pytest.approx({"p50": 4.0, "p90": 7.2, "p99": 7.92, "mean": 4.0, "max": 8.0})  # 0, 8
     assert figures["ttft"]["p50"] == pytest.approx((8.25 + 14.25) / 2)
-    assert figures["tpot"] == pytest.approx({"p50": 3.75, "p90": 3.75, "p99": 3.75})  # of the first request alone
+    for name in ("tpot", "inter_token"):  # of the first request alone
+        assert figures[name] == pytest.approx(dict.fromkeys(("p50", "p90", "p99", "mean", "max"), 3.75))
     assert figures["normalised_latency"]["p50"] == pytest.approx((12.0 / 2 + 14.25) / 2)
     assert figures["launches"] == {"prelude": 3, "loop": 5, "coda": 3}
     assert figures["occupancy"] == 1

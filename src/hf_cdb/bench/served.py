@@ -1,5 +1,6 @@
 """What became of requests that were served, in a simulation or for real, and what users would say of it."""
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ class Served:
         row_loops: rows that ran, summed over the launches of the loop.
         seconds: when the last launch ended.
         tokens_at: (time, tokens) of every launch of the coda that gave any.
+        gaps: times between one token of a request and its next, of all requests.
     """
 
     max_num_seqs: int
@@ -41,10 +43,29 @@ class Served:
     row_loops: int = 0
     seconds: float = 0.0
     tokens_at: list[tuple[float, int]] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._latest = [float("nan")] * len(self.arrivals)  # token of each request
         for times in (self.admitted, self.first, self.finished):
-            times += [float("nan")] * len(self.arrivals)
+            times += self._latest
+
+    @classmethod
+    def from_tokens(
+        cls,
+        max_num_seqs: int,
+        arrivals: Sequence[float],
+        admitted: Sequence[float],
+        tokens: Sequence[Sequence[float]],
+    ) -> "Served":
+        """What is known from outside, where launches do not show: when requests started, and when each token came."""
+        served = cls(max_num_seqs, arrivals, list(map(len, tokens)))
+        served.admitted = list(admitted)
+        served.first, served.finished = [times[0] for times in tokens], [times[-1] for times in tokens]
+        served.seconds = max(served.finished)
+        served.tokens_at = [(when, 1) for when in sorted(when for times in tokens for when in times)]
+        served.gaps = [after - before for times in tokens for before, after in itertools.pairwise(times)]
+        return served
 
     def record(
         self, launch: Launch, began: float, ended: float, tokens: Sequence[int], finished: Sequence[int]
@@ -70,6 +91,9 @@ class Served:
         for key in tokens:
             if self.first[key] != self.first[key]:
                 self.first[key] = ended
+            else:
+                self.gaps.append(ended - self._latest[key])
+            self._latest[key] = ended
         for key in finished:
             self.finished[key] = ended
 
@@ -78,9 +102,10 @@ class Served:
         return sum(self.new_tokens)
 
     @property
-    def occupancy(self) -> float:
-        """Mean width of the loop's launches as a share of W."""
-        return self.row_loops / max(1, self.launches["loop"]) / self.max_num_seqs
+    def occupancy(self) -> float | None:
+        """Mean width of the loop's launches as a share of W; None where they are not known."""
+        launches = self.launches["loop"]
+        return self.row_loops / launches / self.max_num_seqs if launches else None
 
     def steady(self) -> float | None:
         """Tokens per second from the 2 W-th completion to the last admission; None where the run is too short."""
@@ -93,21 +118,23 @@ class Served:
             return None
         return sum(count for when, count in self.tokens_at if begin < when <= last) / float(last - begin)
 
-    def figures(self) -> dict[str, Any]:
-        """Throughput and, as percentiles in seconds, what requests waited.
+    def waits(self) -> dict[str, numpy.ndarray]:
+        """What requests waited, in seconds, an entry each.
 
-        `queue` is the time until the first launch, `ttft` until the first token; `tpot` the time for each token after
-        the first, of requests that have any; `normalised_latency` the time until the last token, by tokens.
+        `queue` is the time until the first launch, `ttft` until the first token; `tpot` the mean time of the tokens
+        after the first, NaN where there are none; `normalised_latency` the time until the last token, by tokens.
         """
         arrivals, new = numpy.asarray(self.arrivals), numpy.asarray(self.new_tokens)
         admitted, first, finished = (numpy.asarray(times) for times in (self.admitted, self.first, self.finished))
-        several = new > 1
-        times = {
+        return {
             "queue": admitted - arrivals,
             "ttft": first - arrivals,
-            "tpot": (finished - first)[several] / (new - 1)[several],
+            "tpot": numpy.where(new > 1, (finished - first) / numpy.maximum(new - 1, 1), numpy.nan),
             "normalised_latency": (finished - arrivals) / new,
         }
+
+    def figures(self) -> dict[str, Any]:
+        """Throughput, and the distributions of `waits` and of the times between tokens."""
         return {
             "seconds": self.seconds,
             "tokens": self.tokens,
@@ -116,11 +143,15 @@ class Served:
             "occupancy": self.occupancy,
             "launches": dict(self.launches),
             "row_loops": self.row_loops,
-            **{name: _percentiles(values) for name, values in times.items()},
+            **{name: _distribution(values) for name, values in self.waits().items()},
+            "inter_token": _distribution(numpy.asarray(self.gaps)),
         }
 
 
-def _percentiles(values: numpy.ndarray) -> dict[str, float] | None:
+def _distribution(values: numpy.ndarray) -> dict[str, float] | None:
+    """Percentiles, mean and maximum; None where there is no value."""
+    values = values[~numpy.isnan(values)]
     if not len(values):
         return None
-    return {f"p{q}": float(value) for q, value in zip(PERCENTILES, numpy.percentile(values, PERCENTILES), strict=True)}
+    found = {f"p{q}": float(value) for q, value in zip(PERCENTILES, numpy.percentile(values, PERCENTILES), strict=True)}
+    return {**found, "mean": float(values.mean()), "max": float(values.max())}
