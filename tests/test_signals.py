@@ -1,6 +1,5 @@
 """With lookahead a launch is enqueued before the signal of the loop before it is read."""
 
-
 import numpy
 import pytest
 import torch

@@ -116,9 +116,13 @@ class AttentionSwitch:
 
     The choice stands in the model's config. Switches of one model take turns, so that several threads may generate
     with cdb; a thread that runs the model without cdb meanwhile may meet the wrong function.
+
+    Args:
+        model: the model.
+        implementation: the name; None leaves the function that the model was loaded with, and takes its turn.
     """
 
-    def __init__(self, model: nn.Module, implementation: str = DEPTH_ATTENTION):
+    def __init__(self, model: nn.Module, implementation: str | None = DEPTH_ATTENTION):
         self.implementation = implementation
         self._configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
         self._before: list[str] = []
@@ -129,7 +133,7 @@ class AttentionSwitch:
         self._lock.acquire()
         self._before = [config._attn_implementation for config in self._configs]
         for config in self._configs:
-            _choose(config, self.implementation)
+            _choose(config, self.implementation or config._attn_implementation)
 
     def __exit__(self, *error) -> None:
         for config, before in zip(self._configs, self._before, strict=True):

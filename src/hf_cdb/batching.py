@@ -10,15 +10,17 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils import logging
 
-from .config import CDBConfig
-from .jobs import CDBGenerationOutput, refusal, sequence_names
-from .manager import CDBManager
+from .adapters import adapter_for
+from .config import CDBConfig, saved_settings
+from .jobs import CDBGenerationOutput, refusal
+from .manager import OF_CALLS, CDBManager
 
 __all__ = ["CDBBatchingMixin"]
 
 logger = logging.get_logger(__name__)
 
 # Settings of Transformers' that mean the same as one of ours.
+_HONOURED = ("max_queue_size", "per_request_processors")  # the second: processors are each request's own anyway
 _SAME = {"max_requests_per_batch": "max_num_seqs", "max_memory_percent": "max_kv_memory"}
 
 
@@ -45,11 +47,16 @@ class CDBBatchingMixin:
         cdb = self._cdb_of(generation_config) if cdb is None else cdb
         if cdb is None or cdb is False:
             return super().init_continuous_batching(generation_config, continuous_batching_config, workload_hints)
-        kept = getattr(self, "_cached_continuous_batching_manager", None)
-        if isinstance(kept, CDBManager):
-            return kept
         given = continuous_batching_config or ContinuousBatchingConfig()
-        return CDBManager(self, generation_config, _with_settings(cdb, given), given.max_queue_size)
+        manager = CDBManager(self, generation_config, _with_settings(cdb, given), given.max_queue_size)
+        kept = getattr(self, "_cached_continuous_batching_manager", None)
+        if not isinstance(kept, CDBManager):
+            return manager
+        if kept.is_like(manager):
+            return kept
+        logger.warning("The manager that was kept has other settings than the one that is asked for, and is dropped.")
+        self.destroy_cached_continuous_batching_manager()
+        return manager
 
     def destroy_cached_continuous_batching_manager(self) -> None:
         """End and forget the manager that was kept for a next session."""
@@ -66,7 +73,8 @@ class CDBBatchingMixin:
         continuous_batching_config: ContinuousBatchingConfig | None = None, persistent_manager: bool = False,
         warmup: bool = True, workload_hints: Any = None, cdb: Any = None,
     ) -> Generator:  # fmt: skip
-        """As Transformers', with the argument `cdb`; see `init_continuous_batching`."""
+        """As Transformers', with the argument `cdb`; see `init_continuous_batching`. With cdb nothing needs a warm-up,
+        and an error inside of the context ends all requests."""
         cdb = self._cdb_of(generation_config) if cdb is None else cdb
         options = {"continuous_batching_config": continuous_batching_config, "workload_hints": workload_hints}
         if cdb is None or cdb is False:
@@ -78,8 +86,10 @@ class CDBBatchingMixin:
         manager.start()
         try:
             yield manager
-        finally:
-            manager.stop(block, timeout, keep_for_next_session=persistent_manager)
+        except BaseException:
+            manager.stop(block, timeout, hard_stop=True)
+            raise
+        manager.stop(block, timeout, keep_for_next_session=persistent_manager)
 
     def generate_batch(
         self,
@@ -97,12 +107,14 @@ class CDBBatchingMixin:
         """As Transformers' `generate_batch`, and with cdb:
 
         Args:
-            cdb: as for `generate`; None is what `generation_config.cdb` says.
+            cdb: as for `generate`; None is what `generation_config.cdb` says. `seeds`, `token_limits` and `exit_depths`
+                have an entry for every prompt.
+            warmup: nothing needs it.
             **kwargs: everything that `CDBManager.add_request` takes, for all prompts.
 
         Returns:
-            Outputs by name, in the order of the prompts. One that fails has an `error`, and a prompt that is refused
-            is one that fails.
+            Last outputs by name, in the order of the prompts, each behind its children. One that fails has an `error`,
+            and a prompt that is refused is one that fails.
 
         Raises:
             ValueError: all prompts are refused.
@@ -113,26 +125,60 @@ class CDBBatchingMixin:
                 inputs, generation_config, continuous_batching_config, record_timestamps, progress_bar,
                 persistent_manager, warmup, **kwargs,
             )  # fmt: skip
+        for name in ("request_id", "streaming"):
+            if kwargs.get(name):
+                raise ValueError(f"{name}={kwargs[name]!r}: generate_batch names requests, and gives last outputs.")
         config = generation_config or self.generation_config
-        copies = kwargs.get("num_return_sequences") or config.num_return_sequences or 1
+        adapter = adapter_for(self)
+        settings = CDBConfig.create(cdb, saved_settings(config, adapter), adapter)
+        cdb, of_prompts = _split(settings, len(inputs))
         options = {"continuous_batching_config": continuous_batching_config, "persistent_manager": persistent_manager}
+        outputs: dict[str, CDBGenerationOutput] = {}
+        refused: list[Exception] = []
         with self.continuous_batching_context_manager(generation_config, cdb=cdb, **options) as manager:
-            outputs: dict[str, CDBGenerationOutput | None] = {}
-            refused: list[ValueError] = []
-            for prompt in inputs:
-                name = manager.new_name()
+            jobs: list[list[str]] = []
+            for prompt, own in zip(inputs, of_prompts, strict=True):
                 try:
-                    manager.add_request(prompt, name, record_timestamps=record_timestamps, **kwargs)
-                    outputs |= dict.fromkeys(sequence_names(name, copies))
-                except ValueError as error:
+                    if "max_new_tokens" in own and kwargs.get("max_new_tokens") is not None:
+                        own["max_new_tokens"] = min(own["max_new_tokens"], kwargs["max_new_tokens"])
+                    job = manager.make_job(prompt, record_timestamps=record_timestamps, **{**kwargs, **own})
+                    manager.submit_job(job, patience=None)
+                    jobs.append([*job.names[1:], job.names[0]])
+                except (ValueError, RuntimeError) as error:
+                    name = manager.new_name()
                     refused.append(error)
+                    jobs.append([name])
                     outputs[name] = refusal(name, prompt, error)
             if refused and len(refused) == len(inputs):  # then it is about the arguments
                 raise refused[0]
-            for name in tqdm(outputs, unit="sequence", disable=not progress_bar):
-                if outputs[name] is None:
+            names = [name for job in jobs for name in job]
+            progress_bar = progress_bar or settings.progress
+            for name in tqdm(names, f"Solving {len(names)} requests", unit="request", disable=not progress_bar):
+                if name not in outputs:
                     outputs[name] = manager.get_result(name)
-        return outputs
+        failed = [name for name in names if outputs[name].error is not None]
+        if failed:
+            logger.error(f"Requests {failed} failed; see their `error`.")
+        return {name: outputs[name] for name in names}
+
+
+def _split(settings: CDBConfig, prompts: int) -> tuple[CDBConfig, list[dict[str, Any]]]:
+    """Settings for a manager, and for every prompt what its request has of its own.
+
+    Raises:
+        ValueError: one of them does not have an entry for every prompt.
+    """
+    own: list[dict[str, Any]] = [{} for _ in range(prompts)]
+    for name, of_request in OF_CALLS.items():
+        values = getattr(settings, name)
+        if values is None:
+            continue
+        if len(values) != prompts:
+            raise ValueError(f"{name} has {len(values)} entries, but there are {prompts} prompts. Give one for each.")
+        for arguments, value in zip(own, values, strict=True):
+            arguments[of_request] = value
+    rule = "auto" if settings.exit_depths is not None else settings.exit_rule
+    return dataclasses.replace(settings, exit_rule=rule, progress=False, **dict.fromkeys(OF_CALLS)), own
 
 
 def _with_settings(cdb: Any, given: ContinuousBatchingConfig) -> Any:
@@ -141,7 +187,7 @@ def _with_settings(cdb: Any, given: ContinuousBatchingConfig) -> Any:
     taken, defaults = {}, ContinuousBatchingConfig()
     for field in dataclasses.fields(given):
         value = getattr(given, field.name)
-        if value == getattr(defaults, field.name) or field.name == "max_queue_size":
+        if value == getattr(defaults, field.name) or field.name in _HONOURED:
             continue
         if field.name in _SAME:
             taken[_SAME[field.name]] = value

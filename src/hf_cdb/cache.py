@@ -31,10 +31,15 @@ class DepthCache(Cache):
         super().__init__(layers=[])
         self.adapter, self.policy = adapter, policy
         self._heads = 2 * adapter.kv_heads  # of keys and of values
+        self._segments: dict[int, Segment] = {}
+        self.release()
+
+    def release(self) -> None:
+        """Give all memory back, when no request holds any."""
+        adapter = self.adapter
         like = (self._heads * adapter.head_dim, adapter.dtype, adapter.device)
         outer_layers = adapter.prelude_layers + adapter.coda_layers
         self._pools = {"core": Pool(adapter.core_layers, *like), "outer": Pool(outer_layers, *like)}
-        self._segments: dict[int, Segment] = {}
         self._places: dict[str, Places] = {}
         self.bound: Spans | None = None
         self._written = numpy.empty(0, dtype=numpy.int16)  # see `Places`

@@ -1,6 +1,8 @@
 """The engine: schedule a launch, run it, commit it. Knows no generation config and no tokenizer."""
 
 import time
+from collections.abc import Iterable
+from typing import Any
 
 import numpy
 import psutil
@@ -40,8 +42,7 @@ class Engine:
     def __init__(self, adapter: LoopAdapter, config: CDBConfig):
         self.adapter, self.config = adapter, config
         self.rule = config.exit_rule
-        self._rules = RowRules(adapter, config.max_num_seqs)
-        self._rules.bind(self.rule)
+        self._rules = RowRules(self.rule, adapter, config.max_num_seqs)
         self.cache = DepthCache(adapter, KVPolicy.create(config.kv_policy, config.max_depth, config.kv_slots))
         self.scheduler = Scheduler(
             config.max_num_seqs,
@@ -59,6 +60,7 @@ class Engine:
             coda=adapter.coda_parameter_count(),
             trace=Trace() if config.trace else None,
         )
+        self._memory = _memory(adapter.device)
         self._requests: dict[int, Request] = {}
         self._ended: list[Request] = []
         self._states = RowStates()
@@ -77,6 +79,7 @@ class Engine:
         request.max_depth = request.max_depth or self.config.max_depth
         request.min_depth = request.min_depth or self.config.min_depth
         request.rule = request.rule or self.rule
+        self._rules.bind(request.rule)
         self.scheduler.add(
             request.key,
             request.max_depth,
@@ -84,21 +87,22 @@ class Engine:
             pieces=-(-request.prompt_length // chunk),
             cost=self.check(request),
         )
-        self._rules.bind(request.rule)
         self._requests[request.key] = request
 
     def check(self, request: Request) -> int:
         """Bytes that the keys and values of a request take. May be called by any thread.
 
         Raises:
-            ValueError: they could never fit into `max_kv_memory`.
+            ValueError: they could never fit into `max_kv_memory`, or into the memory of the device.
         """
         cost = request.capacity * self.cache.bytes_per_position()
         budget = self.scheduler.budget
-        if budget is not None and cost > budget:
+        most = self._memory if budget is None else budget
+        if cost > most:
             raise ValueError(
-                f"max_kv_memory={self.config.max_kv_memory} is {budget} bytes, but request {request.key} needs {cost}: "
-                f"{request.capacity} positions of {self.cache.bytes_per_position()} bytes. Allow more, or shorten the "
+                f"max_kv_memory={self.config.max_kv_memory} is {most} bytes, but a prompt of "
+                f"{request.prompt_length} with {request.max_new_tokens} new tokens needs {cost}: {request.capacity} "
+                f"positions of {self.cache.bytes_per_position()} bytes. Allow more, or shorten the "
                 "prompt or max_new_tokens."
             )
         return cost
@@ -197,7 +201,7 @@ class Engine:
         layer_inputs = self._address(batch.spans, batch.positions) if self.adapter.prelude_layers else {}
         with self._attention, self._weights:
             embeds = self.adapter.prelude(*self._inputs(batch), layer_inputs)
-        start = self.adapter.start(embeds, batch.positions, **_start_options(batch))[0]
+        start = self._start(batch, embeds)
         embeds = embeds[0]
         if self.adapter.reads_embeds:
             self._states.write("embeds", batch, embeds)
@@ -206,6 +210,25 @@ class Engine:
             if batch.prompts:
                 embeds, start = embeds[batch.decoding_tokens], start[batch.decoding_tokens]
             self._rules.begin([batch.rows[index] for index in batch.decoding], batch.places, embeds, start)
+
+    def _start(self, batch: Batch, embeds: torch.Tensor) -> torch.Tensor:
+        """The states before loop 1, `[tokens, width]`, of embeddings `[1, tokens, width]`."""
+        groups: dict[tuple, list[int]] = {}  # rows whose options differ in nothing but the seed
+        for index, row in enumerate(batch.rows):
+            options = row.start_options
+            kind = (options.get("init_scale"), "init_seed" in options) if options else ()
+            groups.setdefault(kind, []).append(index)
+        if len(groups) == 1:
+            return self.adapter.start(embeds, batch.positions, **_start_options(batch.rows, batch.spans))[0]
+        states: torch.Tensor | None = None
+        group_of = batch.spans.by_token(_numbers_of(groups.values(), len(batch)))
+        for number, indices in enumerate(groups.values()):
+            tokens = batch.tensor(numpy.flatnonzero(group_of == number))
+            options = _start_options([batch.rows[index] for index in indices], batch.spans.take(indices))
+            own = self.adapter.start(embeds[:, tokens], batch.positions[:, tokens], **options)[0]
+            states = own.new_empty(len(group_of), own.shape[1]) if states is None else states
+            states[tokens] = own
+        return states
 
     def _admit(self, rows: list[Request]) -> None:
         """Room for the keys and values of requests that start."""
@@ -279,9 +302,11 @@ class Engine:
 
     def _choose(self, rows: list[Request], logits: torch.Tensor) -> None:
         """Choose a token for every row; one whose processors raised has an error instead."""
-        groups: dict[int, list[int]] = {}
+        groups: dict[Any, list[int]] = {}
         for index, row in enumerate(rows):
-            groups.setdefault(id(row.sampler), []).append(index)
+            # Of those that only look for the largest score one serves all.
+            plain = getattr(row.sampler, "is_plain", False)
+            groups.setdefault("plain" if plain else id(row.sampler), []).append(index)
         for indices in groups.values():
             chosen = [rows[index] for index in indices]
             part = logits if len(indices) == len(rows) else logits[self._tensor(indices)]
@@ -340,13 +365,21 @@ class Engine:
         return torch.as_tensor(values, dtype=torch.long, device=self.adapter.device)
 
 
-def _start_options(batch: Batch) -> dict:
+def _start_options(rows: list[Request], spans: Spans) -> dict[str, Any]:
     """Arguments of the adapter's `start`; seeds per row become seeds per token."""
-    options = dict(batch.rows[0].start_options)
+    options = dict(rows[0].start_options)
     if "init_seed" in options:
-        seeds = numpy.array([row.start_options["init_seed"] for row in batch.rows], dtype=numpy.int64)
-        options["init_seed"] = batch.tensor(batch.spans.by_token(seeds))[None]
+        seeds = numpy.array([row.start_options["init_seed"] for row in rows], dtype=numpy.int64)
+        options["init_seed"] = torch.from_numpy(spans.by_token(seeds))[None]
     return options
+
+
+def _numbers_of(groups: Iterable[list[int]], rows: int) -> numpy.ndarray:
+    """int64 `[rows]`: the number of the group that each row is in."""
+    numbers = numpy.empty(rows, dtype=numpy.int64)
+    for number, indices in enumerate(groups):
+        numbers[indices] = number
+    return numbers
 
 
 def _budget(max_kv_memory: int | float | None, device: torch.device) -> int | None:
@@ -355,3 +388,8 @@ def _budget(max_kv_memory: int | float | None, device: torch.device) -> int | No
         return max_kv_memory
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return int(max_kv_memory * free)
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes of the whole memory."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total

@@ -291,7 +291,7 @@ def enable_cdb(model: GenerationMixin) -> GenerationMixin:
 
 def _reduce(self, protocol):
     # The class made by enable_cdb has no name that pickle could import: the parent is stored and enabled again.
-    parent = type(self).__mro__[2]
+    parent = type(self).__bases__[1]
     return _restore, (parent, self.__dict__)
 
 

@@ -1,5 +1,7 @@
 """From the arguments of a `generate` call to the engine's requests, one per row."""
 
+import math
+import numbers
 from typing import Any
 
 import torch
@@ -136,7 +138,9 @@ def _start_options(model_kwargs: dict[str, Any], row: int, rows: int) -> dict[st
     """Arguments of the start state for one row; `init_seed` is one number, or one per row, as the model takes it."""
     options = {}
     if model_kwargs.get("init_scale") is not None:
-        options["init_scale"] = model_kwargs["init_scale"]
+        scale = options["init_scale"] = model_kwargs["init_scale"]
+        if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not 0 <= scale < math.inf:
+            raise ValueError(f"init_scale={scale!r} is no scale: choose 0 (start at zero) or more.")
     seed = model_kwargs.get("init_seed")
     if seed is None:
         return options

@@ -3,15 +3,17 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from .generation_run import GenerationRun
 from .request import Request
 
-__all__ = ["CDBGenerationOutput", "Job", "parent_of", "refusal", "sequence_names"]
+__all__ = ["CHILD", "CDBGenerationOutput", "Job", "parent_of", "refusal", "sequence_names"]
 
-_CHILD = "__child#"
+CHILD = "__child#"  # between a request and the number of a child, as Transformers names them
 
 
 @dataclass
@@ -33,31 +35,36 @@ class CDBGenerationOutput(GenerationOutput):
 
 
 def sequence_names(request_id: str, sequences: int) -> list[str]:
-    """The names of a request's sequences: its own, and those of its children as Transformers names them."""
-    return [request_id] + [f"{request_id}{_CHILD}{index}" for index in range(sequences - 1)]
+    """The names of a request's sequences: its own, and those of its children."""
+    return [request_id] + [f"{request_id}{CHILD}{index}" for index in range(sequences - 1)]
 
 
 def parent_of(name: str) -> str:
     """The request that a sequence belongs to."""
-    return name.partition(_CHILD)[0]
+    return name.partition(CHILD)[0]
 
 
-def refusal(request_id: str, prompt: Sequence[int], error: Exception) -> CDBGenerationOutput:
+def refusal(request_id: str, prompt: Any, error: Exception) -> CDBGenerationOutput:
     """The output of a request that was refused."""
-    return CDBGenerationOutput(
-        request_id, list(prompt), error=f"{type(error).__name__}: {error}", status=RequestStatus.FAILED, cause=error
-    )
+    prompt = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
+    return CDBGenerationOutput(request_id, prompt, error=_text(error), status=RequestStatus.FAILED, cause=error)
 
 
 class Job:
     """One call of `add_request`: one sequence, or several of one prompt. Times are of `time.perf_counter`.
 
     Args:
-        request_id: of the first sequence; the others are its children, named as Transformers names them.
+        request_id: of the first sequence; the others are its children.
         run: the prepared call.
         streaming: tell of every token.
         record_timestamps: note when every token came.
-        deadline: seconds from now until which it has to be done; None is any time.
+        deadline: seconds from `created` until which it has to be done; None is any time.
+        created: when it was asked for.
+
+    Attributes:
+        names, rows: of the sequences.
+        due: when it has to be done.
+        started: when its first launch had run; -1 before.
     """
 
     def __init__(
@@ -67,22 +74,29 @@ class Job:
         streaming: bool = False,
         record_timestamps: bool = False,
         deadline: float | None = None,
+        created: float | None = None,
     ):
         self.request_id, self.run, self.streaming = request_id, run, streaming
-        self.created = time.perf_counter()
+        self.created = time.perf_counter() if created is None else created
         self.deadline, self.due = deadline, None if deadline is None else self.created + deadline
         self.started = -1.0
         self.rows: Sequence[Request] = run.requests
         self.names = sequence_names(request_id, len(self.rows))
+        self._prompt = [] if self.rows[0].prompt_ids is None else self.rows[0].prompt_ids.tolist()
         self._timestamps: list[list[float]] | None = [[] for _ in self.rows] if record_timestamps else None
         self._told = [0] * len(self.rows)
         self._left = set(range(len(self.rows)))
-        self.cause: BaseException | None = None  # of an end that was not the sequences' own
 
     @property
     def left(self) -> list[int]:
         """The sequences whose last output has not been made."""
         return sorted(self._left)
+
+    def named(self, name: str) -> Sequence[Request]:
+        """What a name stands for: all sequences for the request's own, one for a child's, none for another."""
+        if name == self.request_id:
+            return self.rows
+        return [row for own, row in zip(self.names, self.rows, strict=True) if own == name]
 
     def new_token(self, row: int) -> bool:
         """Whether a sequence has got a token since this was asked last."""
@@ -96,21 +110,24 @@ class Job:
     def output(self, row: int) -> CDBGenerationOutput:
         """What is known of a sequence now."""
         request, now = self.rows[row], time.perf_counter()
-        cause = request.error or (self.cause if request.status == "cancelled" else None)
         if request.ended:
-            status = RequestStatus.FINISHED if cause is None else RequestStatus.FAILED
+            status = RequestStatus.FINISHED if request.error is None else RequestStatus.FAILED
             self._left.discard(row)
         else:
             status = RequestStatus.DECODING if request.tokens else RequestStatus.PENDING
         return CDBGenerationOutput(
             self.names[row],
-            prompt_ids=[] if request.prompt_ids is None else request.prompt_ids.tolist(),
+            prompt_ids=self._prompt,
             generated_tokens=list(request.tokens),
-            error=None if cause is None else f"{type(cause).__name__}: {cause}",
+            error=None if request.error is None else _text(request.error),
             status=status,
             created_time=self.created,
             lifespan=(self.started, now if request.ended else -1.0),
             timestamps=None if self._timestamps is None else list(self._timestamps[row]),
             exit_depths=list(request.exit_depths),
-            cause=cause,
+            cause=request.error,
         )
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -7,11 +7,11 @@ import dataclasses
 import itertools
 import math
 import numbers
-import queue
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, aclosing
 from typing import Any
 
 import torch
@@ -24,21 +24,33 @@ from .config import CDBConfig, saved_settings
 from .engine import Engine
 from .exits import RULES, ExitRule
 from .generation_run import GenerationRun, prepare_run
-from .jobs import CDBGenerationOutput, Job, parent_of
+from .jobs import CHILD, CDBGenerationOutput, Job
 from .model_checks import check_model, compute_as_wrapped
 from .outbox import Outbox
-from .request import Request
 from .stats import CDBStats
 from .worker import Worker
 
-__all__ = ["CDBManager"]
+__all__ = ["OF_CALLS", "CDBManager"]
 
 logger = logging.get_logger(__name__)
 
 # What belongs to the prompts of one call, and what add_request has in its place.
-_OF_CALLS = {"seeds": "seed", "token_limits": "max_new_tokens", "exit_depths": "exit_depths"}
+OF_CALLS = {"seeds": "seed", "token_limits": "max_new_tokens", "exit_depths": "exit_depths"}
 # Settings of cdb that may differ from request to request; the others belong to the engine that all share.
 _OF_REQUESTS = ("max_depth", "min_depth", "exit_rule", "exit_threshold", "exit_depths")
+_OF_ENGINE = tuple(f.name for f in dataclasses.fields(CDBConfig) if f.name not in (*_OF_REQUESTS, *OF_CALLS))
+# Arguments of generate that mean nothing for a request, and what to use.
+_ELSEWHERE = {
+    "cdb": "The settings of a request stand by their own names: " + ", ".join(_OF_REQUESTS) + ".",
+    "cdb_config": "The settings of a request stand by their own names: " + ", ".join(_OF_REQUESTS) + ".",
+    "inputs_embeds": "Give token ids; for embeddings call generate.",
+    "streamer": "Pass streaming=True, and register_result_handler or request_id_iter.",
+    "on_token": "Pass streaming=True, and register_result_handler or request_id_iter.",
+    "return_dict_in_generate": "Outputs are CDBGenerationOutput.",
+    "output_scores": "Outputs hold tokens and depths; for scores call generate.",
+    "output_logits": "Outputs hold tokens and depths; for logits call generate.",
+}
+_PATIENCE = 10.0  # seconds that Transformers' manager waits for room in its queue
 
 
 class CDBManager:
@@ -48,15 +60,18 @@ class CDBManager:
     be called by any thread.
 
         with model.init_continuous_batching(cdb=True) as manager:
-            manager.add_request([5, 6, 7], max_new_tokens=20)
-            for output in manager:
+            name = manager.add_request([5, 6, 7], max_new_tokens=20, streaming=True)
+            for output in manager.request_id_iter(name):
                 ...
+
+    Dropping a manager that runs ends it, and its requests with it.
 
     Args:
         model: a looped model that `generate(cdb=True)` takes.
         generation_config: defaults of all requests; the model's own where none is given.
         cdb: as for `generate`: True, a dict of settings or a `CDBConfig`.
-        max_queue_size: requests that have not ended at most, beyond which `add_request` waits; 0 is no limit.
+        max_queue_size: requests at most that no launch has run for yet, beyond which `add_request` waits; 0 is no
+            limit.
 
     Attributes:
         config: the resolved settings.
@@ -77,22 +92,28 @@ class CDBManager:
         compute_as_wrapped(adapter)
         self.model = adapter.model
         self.generation_config = generation_config or self.model.generation_config
-        self._settings = CDBConfig.create(cdb, saved_settings(self.generation_config, adapter), adapter)
-        for name, own in _OF_CALLS.items():
-            if getattr(self._settings, name) is not None:
+        self.settings = CDBConfig.create(cdb, saved_settings(self.generation_config, adapter), adapter)
+        for name, own in OF_CALLS.items():
+            if getattr(self.settings, name) is not None:
                 raise ValueError(
-                    f"{name}={getattr(self._settings, name)!r} belongs to the prompts of one call, and a manager has "
+                    f"{name}={getattr(self.settings, name)!r} belongs to the prompts of one call, and a manager has "
                     f"none. Give {own} to add_request."
                 )
-        self.config = self._settings.resolve(adapter)
+        if self.settings.progress:
+            logger.warning_once("progress=True has no effect: a manager has no last request that a bar could end at.")
+        if isinstance(max_queue_size, bool) or not isinstance(max_queue_size, int) or max_queue_size < 0:
+            raise ValueError(f"max_queue_size={max_queue_size!r}: choose a number of requests, or 0 for no limit.")
+        self.config = self.settings.resolve(adapter)
         self.max_queue_size = max_queue_size
+        self._vocabulary = self.model.get_input_embeddings().num_embeddings
         self._engine = Engine(adapter, self.config)
         self._outbox = Outbox()
         self._worker = Worker(self._engine, self._outbox)
         self._rules: weakref.WeakValueDictionary[tuple, ExitRule] = weakref.WeakValueDictionary()
         self._shared(self.config.exit_rule)
         self._numbers = itertools.count()
-        self._preparing = threading.Lock()
+        self._preparing = threading.Lock()  # nobody has promised that generate is safe in several threads at once
+        weakref.finalize(self, self._worker.abandon)
 
     @property
     def fatal_error(self) -> BaseException | None:
@@ -127,6 +148,9 @@ class CDBManager:
         """Requests that have not ended."""
         return len(self._worker)
 
+    def __bool__(self) -> bool:
+        return True  # also without requests
+
     def __enter__(self) -> "CDBManager":
         self.start()
         return self
@@ -139,11 +163,13 @@ class CDBManager:
         return self._worker.alive
 
     def start(self) -> None:
-        """Start the thread; also again after `stop`, or after it has died."""
-        if self.is_running():
+        """Start the thread; also again after `stop`, or after it has died.
+
+        Raises:
+            RuntimeError: it is stopping, or a result handler in its own thread asks for it.
+        """
+        if not self._worker.start():
             logger.warning("The manager runs already.")
-            return
-        self._worker.start()
 
     def warmup(self) -> None:
         """Nothing: no graphs are captured beforehand."""
@@ -158,15 +184,18 @@ class CDBManager:
         """End the thread after all requests; outputs that wait can still be fetched.
 
         Args:
-            block: wait for it.
+            block: wait for it. A result handler in the manager's own thread does not wait.
             timeout: seconds to wait at most; None is as long as it takes.
-            keep_for_next_session: have the model hand out this manager when it is asked for one again.
-            hard_stop: end at once; requests that are left fail.
+            keep_for_next_session: have the model hand out this manager when it is asked for one like it again.
+            hard_stop: end after the launch that runs; requests that are left fail.
 
         Raises:
-            RuntimeError: it is paused, and would wait for ever.
+            RuntimeError: the caller has paused it, and would wait for ever.
         """
-        if self._worker.paused_by:
+        if not self.is_running() and self.fatal_error is None:
+            logger.warning("The manager does not run: there is nothing to stop.")
+            return
+        if self._worker.is_paused_by_caller:
             raise RuntimeError("a manager that is paused cannot stop. Leave `pause` first.")
         if keep_for_next_session:
             self.model._cached_continuous_batching_manager = self
@@ -175,22 +204,24 @@ class CDBManager:
             self.join(timeout=timeout)
 
     def join(self, stop_trigger_time: float | None = None, timeout: float | None = None) -> None:
-        """Wait for the thread to end.
+        """Wait for the thread to end. A result handler in the manager's own thread does not wait.
 
         Args:
             stop_trigger_time: not read; Transformers' manager logs with it.
             timeout: seconds to wait at most.
         """
-        if not self._worker.join(timeout):
+        if not self._worker.join(timeout) and not self._worker.is_caller:
             logger.warning(f"The manager has not ended in timeout={timeout} seconds.")
 
     def destroy(self) -> None:
-        """End at once, if it runs."""
+        """Stop, if it runs."""
         if self.is_running():
-            self.stop(hard_stop=True)
+            self.stop()
 
     def pause(self) -> AbstractContextManager[None]:
         """While this context is open no launch runs, and the model may be used or changed; nothing is lost.
+
+        Requests that are cancelled, or come to their deadline, end when it is left.
 
         Raises:
             RuntimeError: on entry; the manager does not run, or the caller is a result handler in its own thread.
@@ -205,9 +236,6 @@ class CDBManager:
         streaming: bool = False,
         record_timestamps: bool = False,
         eos_token_id: int | list[int] | None = None,
-        *,
-        seed: int | None = None,
-        deadline: float | None = None,
         **kwargs: Any,
     ) -> str:
         """Queue a prompt. All arguments are checked before this returns.
@@ -223,138 +251,267 @@ class CDBManager:
             deadline: seconds from now; where it has not ended by then it fails with a TimeoutError.
             **kwargs: `max_depth` (at most the manager's), `min_depth`, `exit_rule`, `exit_threshold`, `exit_depths` (a
                 list, for this prompt) as in `CDBConfig`, and everything that `generate` takes for a prompt of its own:
-                `do_sample`, `temperature`, `logits_processor`, `stop_strings` with `tokenizer`, ...
+                `do_sample`, `temperature`, `logits_processor`, `stop_strings` with `tokenizer`, ... `max_time` counts
+                from now.
 
         Returns:
             The name of the request. With `num_return_sequences` beyond 1 the other sequences' outputs are named
             `<name>__child#0` and so on.
 
         Raises:
-            ValueError: what `generate` refuses, a name in use, or a request that can never fit into `max_kv_memory`.
+            ValueError: what `generate` refuses; a name in use, or whose last output nobody has fetched; a request that
+                can never fit into `max_kv_memory`.
             RuntimeError: the manager is stopping, or has died.
-            queue.Full: there are `max_queue_size` requests, and for ten seconds none has ended.
+            queue.Full: there are `max_queue_size` requests, and for ten seconds none has begun. In an event loop and in
+                a result handler, where waiting would stop everything, at once.
         """
-        if deadline is not None and (not isinstance(deadline, numbers.Real) or not 0 < deadline < math.inf):
-            raise ValueError(f"deadline={deadline!r}: choose seconds from now, a positive number, or None.")
-        settings = {name: kwargs.pop(name) for name in _OF_REQUESTS if kwargs.get(name) is not None}
-        for name, value in (("max_new_tokens", max_new_tokens), ("eos_token_id", eos_token_id)):
-            if value is not None:
-                kwargs[name] = value
-        run = self._prepare(input_ids, seed, settings, kwargs)
-        name = self.new_name() if request_id is None else request_id
-        job = Job(name, run, streaming, record_timestamps, deadline)
-        if self.max_queue_size and not self._worker.wait_for_room(self.max_queue_size, timeout=10):
-            raise queue.Full(
-                f"request {name!r}: there are max_queue_size={self.max_queue_size} requests, and for 10 seconds none "
-                "has ended. Try again later, or allow more."
-            )
-        self._worker.submit(job)
-        return name
+        optional = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
+        kwargs |= {name: value for name, value in optional.items() if value is not None}
+        kwargs |= {"streaming": streaming, "record_timestamps": record_timestamps}
+        return self._add(input_ids, request_id, kwargs).request_id
+
+    def add_requests(
+        self,
+        inputs: Sequence[Sequence[int]],
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        **kwargs: Any,
+    ) -> list[str]:
+        """Queue several prompts with the same arguments, see `add_request`: all of them, or none. Returns their
+        names."""
+        if max_new_tokens is not None:
+            kwargs["max_new_tokens"] = max_new_tokens
+        jobs = [self.make_job(input_ids, None, streaming, record_timestamps, **kwargs) for input_ids in inputs]
+        for count, job in enumerate(jobs):
+            try:
+                self.submit_job(job)
+            except BaseException:
+                for submitted in jobs[:count]:
+                    self.cancel_request(submitted.request_id)
+                raise
+        return [job.request_id for job in jobs]
 
     def new_name(self) -> str:
         """A name that `add_request` would make up."""
-        return f"req_{next(self._numbers)}"
-
-    def add_requests(self, inputs: Sequence[Sequence[int]], *args, **kwargs) -> list[str]:
-        """Queue several prompts with the same arguments, see `add_request`; their names."""
-        return [self.add_request(input_ids, None, *args, **kwargs) for input_ids in inputs]
+        return next(name for name in (f"req_{n}" for n in self._numbers) if not self._outbox.knows(name))
 
     def cancel_request(self, request_id: str) -> None:
-        """End a request where it is. Its last output has the tokens so far and the error `CancelledError`."""
+        """End a request where it is, or one of its children alone. Its last output has the tokens so far and the error
+        `CancelledError`. Nothing happens where it has ended."""
         self._worker.end(request_id, concurrent.futures.CancelledError("by cancel_request."))
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> CDBGenerationOutput | None:
-        """Take the next output, of this request or of any.
+        """Take the next output, of this request or of any that has no handler.
 
         Args:
-            request_id: of one request only.
+            request_id: of one sequence only.
             timeout: seconds to wait at most; None is as long as outputs may come.
 
         Returns:
-            None where none came in time, or none can come because the manager does not run.
+            None where none came in time, or none can come: the manager does not run, or the last one has been fetched.
+
+        Raises:
+            RuntimeError: a result handler in the manager's own thread asks for it, and would wait for itself.
         """
+        if self._worker.is_caller:
+            raise RuntimeError("a result handler is called by the thread that makes outputs, and cannot wait for one.")
         return self._outbox.get(request_id, timeout)
 
     def __iter__(self) -> Iterator[CDBGenerationOutput]:
-        """Outputs as they come, until the manager has ended and none is left."""
-        while self.is_running() or len(self._outbox):
-            output = self.get_result(timeout=0.1)
-            if output is not None:
-                yield output
+        """Outputs as they come, until the manager has been stopped, perhaps by who iterates, and none is left."""
+        while (output := self.get_result()) is not None:
+            yield output
 
     def request_id_iter(self, request_id: str) -> Iterator[CDBGenerationOutput]:
-        """The outputs of one request as they come, to its last one."""
-        parent = parent_of(request_id)
-        while True:
-            coming = parent in self._worker
-            output = self.get_result(request_id, timeout=0.1)
-            if output is not None:
-                yield output
-            if (output is None and not coming) or (output is not None and output.is_finished()):
+        """The outputs of one sequence as they come, to its last one."""
+        while (output := self.get_result(request_id)) is not None:
+            yield output
+            if output.is_finished():
                 return
 
     def register_result_handler(self, request_id: str, callback: Callable[[CDBGenerationOutput], Any]) -> None:
-        """Have outputs of a request handed to `callback`: in the event loop that is running where this is called, and
-        without one in the manager's thread. May be called before `add_request`. Ends with the last output.
+        """Have outputs of a sequence handed to `callback`: in the event loop that is running where this is called, and
+        without one in the manager's thread, which waits for it. May be called before `add_request`; an output that
+        waits is handed over at once. Ends with the last output, or where `add_request` refuses the name.
 
-        A callback that raises fails its request. One that is slow is given fewer outputs, the latest ones.
+        A callback that raises ends its request. One that is slow is given fewer outputs, the latest ones.
+
+        Raises:
+            ValueError: the sequence has a handler.
         """
         self._outbox.register(request_id, callback, self._worker.end)
 
-    async def generate_async(self, input_ids: Sequence[int] | torch.Tensor, **kwargs) -> CDBGenerationOutput:
-        """The last output of a request, see `add_request`; cancelled with the task that awaits it."""
-        async for output in self.stream_async(input_ids, streaming=False, **kwargs):
-            last = output
+    async def generate_async(
+        self, input_ids: Sequence[int] | torch.Tensor, *, request_id: str | None = None, **kwargs
+    ) -> CDBGenerationOutput:
+        """The last output of a request of one sequence, see `add_request`; cancelled with the task that awaits it."""
+        job = self._add(input_ids, request_id, kwargs)
+        if len(job.names) > 1:
+            self.cancel_request(job.request_id)
+            raise ValueError(f"num_return_sequences={len(job.names)}: generate_async gives one. Use stream_async.")
+        async with aclosing(self._outputs_of(job)) as outputs:
+            async for output in outputs:
+                last = output
         return last
 
     async def stream_async(
-        self, input_ids: Sequence[int] | torch.Tensor, *, streaming: bool = True, **kwargs
+        self,
+        input_ids: Sequence[int] | torch.Tensor,
+        *,
+        request_id: str | None = None,
+        streaming: bool = True,
+        **kwargs,
     ) -> AsyncIterator[CDBGenerationOutput]:
-        """The outputs of a request as they come, see `add_request`; one that is not read to its end is cancelled."""
-        outputs: asyncio.Queue[CDBGenerationOutput] = asyncio.Queue()
-        name = self.add_request(input_ids, streaming=streaming, **kwargs)
-        self.register_result_handler(name, outputs.put_nowait)
-        try:
-            while True:
-                output = await outputs.get()
+        """The outputs of a request and of its children as they come, see `add_request`; one that is not read to its
+        end is cancelled."""
+        job = self._add(input_ids, request_id, {"streaming": streaming, **kwargs})
+        async with aclosing(self._outputs_of(job)) as outputs:
+            async for output in outputs:
                 yield output
-                if output.is_finished():
-                    return
-        finally:
-            self.cancel_request(name)
 
-    def _prepare(
-        self, input_ids: Any, seed: int | None, settings: dict[str, Any], kwargs: dict[str, Any]
-    ) -> GenerationRun:
+    async def _outputs_of(self, job: Job) -> AsyncIterator[CDBGenerationOutput]:
+        newest: dict[str, CDBGenerationOutput] = {}  # as in the outbox: who reads slowly is given fewer
+        came = asyncio.Event()
+
+        def take(output: CDBGenerationOutput) -> None:
+            newest[output.request_id] = output
+            came.set()
+
+        left = set(job.names)
+        try:
+            for name in job.names:
+                self.register_result_handler(name, take)
+            while left:
+                await came.wait()
+                came.clear()
+                while newest:
+                    output = newest.pop(next(iter(newest)))
+                    if output.is_finished():
+                        left.remove(output.request_id)
+                    yield output
+        finally:
+            for name in left:
+                self.cancel_request(name)
+
+    def _add(self, input_ids: Any, request_id: str | None, kwargs: dict[str, Any]) -> Job:
+        try:
+            job = self.make_job(input_ids, request_id, **kwargs)
+            self.submit_job(job)
+        except BaseException:
+            if request_id is not None:
+                self._outbox.forget_all_of(request_id)
+            raise
+        return job
+
+    def make_job(
+        self,
+        input_ids: Any,
+        request_id: str | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        seed: int | None = None,
+        deadline: float | None = None,
+        **kwargs: Any,
+    ) -> Job:
+        """What `add_request` would queue: a request that is checked and ready, and belongs to nobody yet.
+
+        Raises:
+            ValueError: as `add_request`.
+        """
+        created = time.perf_counter()
+        if deadline is not None and (not isinstance(deadline, numbers.Real) or not 0 < deadline < math.inf):
+            raise ValueError(f"deadline={deadline!r}: choose seconds from now, a positive number, or None.")
+        if request_id is not None and (not isinstance(request_id, str) or CHILD in request_id):
+            raise ValueError(f"request_id={request_id!r}: choose a string without {CHILD!r}, which names children.")
+        run = self._prepare(input_ids, seed, kwargs)
+        name = self.new_name() if request_id is None else request_id
+        return Job(name, run, streaming, record_timestamps, deadline, created)
+
+    def submit_job(self, job: Job, patience: float | None = _PATIENCE) -> None:
+        """Queue it.
+
+        Args:
+            patience: seconds to wait where there are `max_queue_size` requests, see `add_request`; None is for ever.
+
+        Raises:
+            RuntimeError, ValueError, queue.Full: as `add_request`.
+        """
+        try:
+            asyncio.get_running_loop()
+            patience = 0.0
+        except RuntimeError:
+            patience = 0.0 if self._worker.is_caller else patience
+        self._worker.submit(job, self.max_queue_size, patience)
+
+    def is_like(self, other: "CDBManager") -> bool:
+        """Whether it would serve requests as the other does."""
+        names = ("settings", "generation_config", "max_queue_size")
+        return self.model is other.model and all(getattr(self, name) == getattr(other, name) for name in names)
+
+    def _prepare(self, input_ids: Any, seed: int | None, kwargs: dict[str, Any]) -> GenerationRun:
         """What `generate` would run for this prompt."""
         prompt = torch.as_tensor(input_ids, device=self._engine.adapter.device)
-        if prompt.ndim != 1 or prompt.is_floating_point() or not len(prompt):
+        if prompt.ndim != 1 or prompt.is_floating_point() or prompt.dtype == torch.bool or not len(prompt):
             raise ValueError(f"input_ids={input_ids!r}: give the token ids of one prompt, a list of integers.")
-        if "exit_depths" in settings:
-            settings = {"exit_rule": "replay", **settings, "exit_depths": [settings["exit_depths"]]}
-        if settings.get("exit_rule", self._settings.exit_rule) != self._settings.exit_rule:
-            settings = {"exit_threshold": None, **settings}  # a threshold belongs to its rule
-        generation_config = copy.deepcopy(kwargs.pop("generation_config", None) or self.generation_config)
+        least, most = (int(end) for end in prompt.aminmax())
+        if least < 0 or most >= self._vocabulary:  # the model would raise, and all requests would fail with it
+            wrong = least if least < 0 else most
+            raise ValueError(f"input_ids hold {wrong}, but tokens lie between 0 and {self._vocabulary - 1}.")
+        generation_config = kwargs.pop("generation_config", None)
+        self._check_arguments(generation_config, kwargs)
+        config = self._settings_of(seed, kwargs)
+        # Not a deep copy: generate makes one of its own.
+        generation_config = copy.copy(generation_config or self.generation_config)
+        generation_config.return_dict_in_generate = False
         kwargs = generation_config.update(**kwargs)
         if seed is None and generation_config.do_sample:
-            seed = int(torch.randint(2**62, ()))
-        config = dataclasses.replace(self._settings, **settings, seeds=None if seed is None else [seed])
-        with self._preparing:  # nobody has promised that generate is safe in several threads at once
+            config = dataclasses.replace(config, seeds=[int(torch.randint(2**62, ()))])
+        with self._preparing:
             run = prepare_run(self.model, prompt[None], generation_config=generation_config, cdb=config, **kwargs)
-        if run.config.max_depth > self.config.max_depth:
-            raise ValueError(
-                f"max_depth={run.config.max_depth} exceeds the manager's own {self.config.max_depth}, to which its "
-                "cache is made. Give that to the manager."
-            )
+            self._check_settings(run.config)
+            rule = self._shared(run.config.exit_rule)
         for request in run.requests:
-            self._complete(request, run.config)
+            request.min_depth, request.max_depth, request.rule = run.config.min_depth, run.config.max_depth, rule
+            self._engine.check(request)
         return run
 
-    def _complete(self, request: Request, config: CDBConfig) -> None:
-        """Settings of its own, and a check that it can ever run."""
-        request.min_depth, request.max_depth = config.min_depth, config.max_depth
-        request.rule = self._shared(config.exit_rule)
-        self._engine.check(request)
+    def _check_arguments(self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> None:
+        """Refuse what nothing would read; takes out of `kwargs` what is not for `generate`."""
+        for name, instead in _ELSEWHERE.items():
+            value = kwargs.pop(name, None)
+            if value is not None and value is not False:
+                raise ValueError(f"{name}={value!r} has no meaning for one request. {instead}")
+        for name in (*_OF_ENGINE, "seeds", "token_limits"):
+            if kwargs.get(name) is not None:
+                instead = f"Give {OF_CALLS[name]}." if name in OF_CALLS else "Give it to the manager, in its cdb."
+                raise ValueError(f"{name}={kwargs[name]!r} is no setting of one request. {instead}")
+        for name in ("cdb", "cdb_config"):
+            value = getattr(generation_config, name, None)
+            if value not in (None, True, getattr(self.generation_config, name, None)):
+                raise ValueError(f"generation_config.{name}={value!r} has no effect here. {_ELSEWHERE[name]}")
+
+    def _settings_of(self, seed: int | None, kwargs: dict[str, Any]) -> CDBConfig:
+        """The manager's settings with those of a request, which are taken out of its arguments."""
+        given = {name: kwargs.pop(name, None) for name in _OF_REQUESTS}
+        own = {name: value for name, value in given.items() if value is not None}
+        if "exit_depths" in own:
+            own = {"exit_rule": "replay", **own, "exit_depths": [own["exit_depths"]]}
+        if seed is not None:
+            own["seeds"] = [seed]
+        return CDBConfig.create(own, self.settings, self._engine.adapter)
+
+    def _check_settings(self, config: CDBConfig) -> None:
+        """Refuse what a model's own keywords ask of the engine that all requests share."""
+        for name in _OF_ENGINE:
+            own, shared = getattr(config, name), getattr(self.config, name)
+            if own != shared:
+                raise ValueError(f"the request asks for {name}={own!r}, but the manager has {shared!r} for all.")
+        if config.max_depth > self.config.max_depth:
+            raise ValueError(
+                f"max_depth={config.max_depth} exceeds the manager's own {self.config.max_depth}, to which its cache "
+                "is made. Give that to the manager."
+            )
 
     def _shared(self, rule: ExitRule) -> ExitRule:
         """One rule for all requests that ask for the same, so that it decides about all of them at once."""

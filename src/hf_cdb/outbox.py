@@ -3,69 +3,95 @@
 import asyncio
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers.generation.continuous_batching.requests import GenerationOutput
+
+from .jobs import parent_of
 
 __all__ = ["Outbox"]
 
 
 class Outbox:
-    """Hands every output to the handler of its request, or keeps it until somebody fetches it.
+    """Hands every output to the handler of its sequence, or keeps it until somebody fetches it.
 
-    Outputs of a request hold all of its tokens so far, so one that nobody has fetched is replaced by the next: a slow
+    Outputs of a sequence hold all of its tokens so far, so one that nobody has fetched is replaced by the next: a slow
     reader misses no token and costs no memory.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._outputs: OrderedDict[str, GenerationOutput] = OrderedDict()  # by request, the oldest waiting first
+        self._outputs: OrderedDict[str, GenerationOutput] = OrderedDict()  # by sequence, the oldest waiting first
         self._handlers: dict[str, _Handler] = {}
-        self._more = False
+        self._coming: set[str] = set()  # sequences whose last output is still to come
+        self._open = False
 
     def open(self) -> None:
         """From now on outputs may come."""
         with self._changed:
-            self._more = True
+            self._open = True
 
     def close(self) -> None:
         """No more outputs come: who waits for one is woken."""
         with self._changed:
-            self._more = False
+            self._open = False
             self._changed.notify_all()
 
     def __len__(self) -> int:
-        """Requests with an output that waits."""
+        """Sequences with an output that waits."""
         return len(self._outputs)
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Outputs of these sequences will come, up to a last one of each.
+
+        Raises:
+            ValueError: one has the name of an older one whose last output is still to come, or to be fetched.
+        """
+        with self._changed:
+            for name in names:
+                if self.knows(name):
+                    raise ValueError(
+                        f"request_id={name!r} names a request whose output is still to come, or to be fetched. Fetch "
+                        "it, choose another name, or leave it out."
+                    )
+            self._coming.update(names)
+
+    def knows(self, name: str) -> bool:
+        """Whether an output of this sequence is still to come, or to be fetched."""
+        return name in self._coming or name in self._outputs
 
     def put(self, output: GenerationOutput) -> None:
         """Hand an output on.
 
         Raises:
-            Exception: what the request's handler raised, or that its event loop is closed; the handler is gone then.
+            BaseException: what the sequence's handler raised, or that its event loop is closed.
         """
-        name = output.request_id
+        name, last = output.request_id, output.is_finished()
         with self._changed:
             handler = self._handlers.get(name)
             if handler is None:
                 self._outputs[name] = output
-                self._changed.notify_all()
-                return
-            if output.is_finished():
+            elif last:
                 del self._handlers[name]
+            if last:
+                self._coming.discard(name)
+            self._changed.notify_all()
+        if handler is None:
+            return
         try:
             handler.put(output)
-        except Exception:
-            self._forget(name)
+        except BaseException:
+            if handler.loop is None:  # else nobody is left who could fetch what comes
+                self.forget(name)
             raise
 
     def get(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
-        """Take the output that waits longest, of this request or of any; None where none comes.
+        """Take the output that waits longest, of this sequence or of any; None where none comes.
 
         Args:
-            request_id: of one request only.
+            request_id: of one sequence only.
             timeout: seconds to wait at most; None waits for as long as outputs may come.
         """
         ends = None if timeout is None else time.monotonic() + timeout
@@ -75,41 +101,59 @@ class Outbox:
                     return self._outputs.popitem(last=False)[1]
                 if request_id in self._outputs:
                     return self._outputs.pop(request_id)
+                coming = self._open and (request_id is None or request_id in self._coming)
                 left = None if ends is None else ends - time.monotonic()
-                if not self._more or (left is not None and left <= 0):
+                if not coming or (left is not None and left <= 0):
                     return None
                 self._changed.wait(left)
 
     def register(
-        self, request_id: str, callback: Callable[[GenerationOutput], Any], failed: Callable[[str, Exception], Any]
+        self, name: str, callback: Callable[[GenerationOutput], Any], failed: Callable[[str, BaseException], Any]
     ) -> None:
-        """Have the outputs of a request handed to `callback`, beginning with one that waits.
+        """Have the outputs of a sequence handed to `callback`, beginning with one that waits, which is handed over
+        before this returns.
 
         Args:
             callback: called in the event loop that is running where this is called; without one in the thread that
                 makes outputs.
             failed: told when the callback has raised in its event loop; it is not called again then.
+
+        Raises:
+            ValueError: the sequence has a handler.
         """
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             loop = None
 
-        def gone(error: Exception) -> None:
-            self._forget(request_id)
-            failed(request_id, error)
+        def gone(error: BaseException) -> None:
+            self.forget(name)
+            failed(name, error)
 
         handler = _Handler(callback, loop, gone)
-        with self._changed:
-            waiting = self._outputs.pop(request_id, None)
-            if waiting is None or not waiting.is_finished():
-                self._handlers[request_id] = handler
-            if waiting is not None:  # within the lock, before any newer one
-                handler.put(waiting)
+        while True:
+            with self._changed:
+                if name in self._handlers:
+                    raise ValueError(f"request_id={name!r} has a result handler: its outputs go there. Choose another.")
+                waiting = self._outputs.pop(name, None)
+                if waiting is None:
+                    self._handlers[name] = handler
+                    return
+            handler.put(waiting)  # outside of the lock: it may do anything
+            if waiting.is_finished():
+                return
 
-    def _forget(self, request_id: str) -> None:
+    def forget(self, name: str) -> None:
+        """Drop the handler of a sequence; its outputs wait from now on."""
         with self._changed:
-            self._handlers.pop(request_id, None)
+            self._handlers.pop(name, None)
+
+    def forget_all_of(self, request_id: str) -> None:
+        """Drop the handlers of a request and of its children, where none of their outputs is to come."""
+        with self._changed:
+            for name in [name for name in self._handlers if parent_of(name) == request_id]:
+                if name not in self._coming:
+                    del self._handlers[name]
 
 
 class _Handler:
@@ -119,24 +163,28 @@ class _Handler:
         self,
         callback: Callable[[GenerationOutput], Any],
         loop: asyncio.AbstractEventLoop | None,
-        gone: Callable[[Exception], Any],
+        gone: Callable[[BaseException], Any],
     ):
-        self._callback, self._loop, self._gone = callback, loop, gone
-        # Of one output at most, as the outbox itself.
-        self._waiting: deque[GenerationOutput] = deque(maxlen=1)
+        self.loop = loop
+        self._callback, self._gone = callback, gone
+        self._lock = threading.Lock()
+        self._waiting: GenerationOutput | None = None  # for a loop that is busy: the newest only, as in the outbox
 
     def put(self, output: GenerationOutput) -> None:
-        if self._loop is None:
+        if self.loop is None:
             self._callback(output)
             return
-        self._waiting.append(output)
-        self._loop.call_soon_threadsafe(self._call)
+        with self._lock:
+            called = self._waiting is not None
+            self._waiting = output
+        if not called:
+            self.loop.call_soon_threadsafe(self._call)
 
     def _call(self) -> None:
-        if not self._waiting:
-            return
+        with self._lock:
+            output, self._waiting = self._waiting, None
         try:
-            self._callback(self._waiting.pop())
-        except Exception as error:
+            self._callback(output)
+        except BaseException as error:
             self._gone(error)
             raise  # for the event loop to report

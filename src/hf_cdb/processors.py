@@ -171,7 +171,7 @@ class _SecondPass:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self._attention = AttentionSwitch(model, model.config._attn_implementation)
+        self._attention = AttentionSwitch(model, None)  # not by name: a launch in another thread may run now
 
     def __call__(self, *args, **kwargs):
         with self._attention:

@@ -1,7 +1,8 @@
 """The exit rules of the rows of a launch, each asked about its own rows."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -17,30 +18,46 @@ __all__ = ["RowRules"]
 class RowRules:
     """Requests may share a rule, which then decides about all of theirs at once.
 
+    A rule that raises fails the requests that brought it; where it is that of all, it is an error of the model.
+
     Args:
+        common: the rule of requests that bring none.
         adapter, places: see `ExitRule.bind`.
     """
 
-    def __init__(self, adapter: LoopAdapter, places: int):
-        self._adapter, self._places = adapter, places
-        self._bound: weakref.WeakSet[ExitRule] = weakref.WeakSet()
+    def __init__(self, common: ExitRule, adapter: LoopAdapter, places: int):
+        self._common, self._adapter, self._places = common, adapter, places
+        self._bound: weakref.WeakValueDictionary[int, ExitRule] = weakref.WeakValueDictionary()  # they may not hash
+        self.bind(common)
 
     def bind(self, rule: ExitRule) -> None:
         """To be called before the first token of a request that has this rule."""
-        if rule not in self._bound:
+        if self._bound.get(id(rule)) is not rule:
             rule.bind(self._adapter, self._places)
-            self._bound.add(rule)
+            self._bound[id(rule)] = rule
+
+    @contextmanager
+    def _failing(self, rule: ExitRule, rows: Sequence[Request]) -> Iterator[None]:
+        """What the rule raises becomes the error of its rows, unless it is the common one."""
+        try:
+            yield
+        except Exception as error:
+            if rule is self._common:
+                raise
+            for row in rows:
+                row.error = error
 
     def begin(self, rows: Sequence[Request], places: torch.Tensor, embeds: torch.Tensor, start: torch.Tensor) -> None:
         """A new token begins in these rows; see `ExitRule.begin`."""
         for rule, lines in _groups(rows):
             own = [rows[line] for line in lines]
             tokens = [(row.row, len(row.tokens)) for row in own]
-            if len(own) == len(rows):
-                rule.begin(places, embeds, start, tokens)
-            else:
-                at = torch.as_tensor(lines, device=places.device)
-                rule.begin(places[at], embeds[at], start[at], tokens)
+            with self._failing(rule, own):
+                if len(own) == len(rows):
+                    rule.begin(places, embeds, start, tokens)
+                else:
+                    at = torch.as_tensor(lines, device=places.device)
+                    rule.begin(places[at], embeds[at], start[at], tokens)
 
     def leave(
         self,
@@ -51,19 +68,21 @@ class RowRules:
         state: torch.Tensor,
         logits: Callable[[], torch.Tensor],
     ) -> Any:
-        """Which rows may leave, one bool a row; see `ExitRule.leave`.
+        """Which rows may leave, one bool a row; see `ExitRule.leave`. Those whose rule fails may.
 
         Args:
             previous, state: `[rows, width]`, or anything where no rule of the rows reads it.
 
         Raises:
-            ValueError: a rule said something else.
+            ValueError: the common rule said something else.
         """
         groups = _groups(rows)
         if len(groups) == 1:
             rule = groups[0][0]
-            return _checked(rule, rule.leave(places, depths, previous, state, logits), len(rows))
-        said = torch.zeros(len(rows), dtype=torch.bool, device=places.device)
+            with self._failing(rule, rows):
+                return _checked(rule, rule.leave(places, depths, previous, state, logits), len(rows))
+            return [True] * len(rows)
+        said = torch.ones(len(rows), dtype=torch.bool, device=places.device)
         asked: list[torch.Tensor] = []
 
         def logits_of(at: torch.Tensor) -> torch.Tensor:
@@ -76,8 +95,9 @@ class RowRules:
             some = [depths[line] for line in lines]
             before = previous[at] if rule.reads_previous else previous
             after = state[at] if rule.reads_state else state
-            own = rule.leave(places[at], some, before, after, lambda at=at: logits_of(at))
-            said[at] = torch.as_tensor(_checked(rule, own, len(lines)), device=places.device)
+            with self._failing(rule, [rows[line] for line in lines]):
+                own = rule.leave(places[at], some, before, after, lambda at=at: logits_of(at))
+                said[at] = torch.as_tensor(_checked(rule, own, len(lines)), device=places.device)
         return said
 
 

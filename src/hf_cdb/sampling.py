@@ -43,6 +43,13 @@ class Sampler:
         self.processors, self.histories = processors, histories
         self.do_sample, self.noise = do_sample, noise
         self.keep_scores, self.keep_logits = keep_scores, keep_logits
+        # Of a PerRow the length is that of every row's list.
+        self._processes = len(processors) > 0 if isinstance(processors, PerRow) else any(processors)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it takes the most probable token and does nothing else, so that one serves the rows of all such."""
+        return not (self.do_sample or self.keep_scores or self.keep_logits) and not self._processes
 
     def choose(self, rows: Sequence[Request], logits: torch.Tensor) -> list[int]:
         """The next token of every row. A row whose processors raised has an `error` instead: its token means nothing.
@@ -81,9 +88,9 @@ class Sampler:
         return _largest(probabilities / noise)
 
     def _process(self, rows: Sequence[Request], scores: torch.Tensor) -> torch.Tensor:
-        kinds = self.processors[rows[0].row]
-        if not kinds:
+        if not self._processes:
             return scores
+        kinds = self.processors[rows[0].row]
         scores = scores.clone()
         histories: list[torch.Tensor] | None = None
         for index, processor in enumerate(kinds):
