@@ -26,7 +26,7 @@ def pieces(text, stops, steps=None):
         ("abcd", ["bc"], ["a", "", "", ""], True),
         ("abd", ["bc"], ["a", "", "bd"], False),
         ("aab", ["ab"], ["", "a", ""], True),
-        ("ababc", ["abc"], ["", "", "", "ab", ""], True),
+        ("ababc", ["abc"], ["", "", "ab", "", ""], True),
         ("xay", ["a", "ay"], ["x", "", ""], True),
         ("ab", ["abc"], ["", "ab"], False),
         ("abc", ["c", "b"], ["a", "", ""], True),

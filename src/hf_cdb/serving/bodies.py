@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, 
 __all__ = ["Body", "ChatBody", "CompletionBody"]
 
 Text = Annotated[str, Field(min_length=1)]
-Tokens = Annotated[list[NonNegativeInt], Field(min_length=1)]
+Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 
 
 class _Strict(BaseModel):

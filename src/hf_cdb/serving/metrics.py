@@ -32,7 +32,7 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...] = _TIMES) -> Histogram:
             return Histogram(name, text, buckets=buckets, registry=self._registry)
 
-        self._queue = histogram("hf_cdb_queue_seconds", "From the arrival to the first launch.")
+        self._queue = histogram("hf_cdb_queue_seconds", "From the arrival until the first launch has run.")
         self._ttft = histogram("hf_cdb_time_to_first_token_seconds", "From the arrival to the first token.")
         self._tpot = histogram(
             "hf_cdb_time_per_output_token_seconds", "Mean time of the tokens after the first.", _TOKEN_TIMES

@@ -76,22 +76,14 @@ class Service:
         """Token ids of every prompt of a request.
 
         Raises:
-            RefusedError: no such model, a prompt without tokens, or ids that the model does not have.
+            RefusedError: no such model, messages that its template refuses, or a bias for ids that it does not have.
         """
         if body.model is not None and body.model != self.name:
             raise RefusedError(404, f"model={body.model!r} is not served here. There is {self.name!r}.")
         for token in body.logit_bias or ():
             if not token.isdecimal() or int(token) >= self.vocab_size:
                 raise RefusedError(400, f"logit_bias names {token!r}: the model has ids 0 to {self.vocab_size - 1}.")
-        prompts = [self._chat(body)] if isinstance(body, ChatBody) else self._texts(body)
-        for prompt in prompts:
-            if not prompt:
-                raise RefusedError(400, "the prompt is empty. Give at least one token.")
-            if max(prompt) >= self.vocab_size:
-                raise RefusedError(
-                    400, f"the prompt holds token id {max(prompt)}: the model has ids 0 to {self.vocab_size - 1}."
-                )
-        return prompts
+        return [self._chat(body)] if isinstance(body, ChatBody) else self._texts(body)
 
     def _texts(self, body: CompletionBody) -> list[list[int]]:
         return [self.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt for prompt in body.prompts]
