@@ -34,7 +34,7 @@ def make_service(model, cdb=True, **options) -> Service:
 def serving(service: Service, **options) -> Iterator[str]:
     """The address of a server that runs while this is open."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        config = uvicorn.Config(build_app(service, **options), log_level="warning", timeout_graceful_shutdown=5)
+        config = uvicorn.Config(build_app(service, **options), log_level="warning", timeout_graceful_shutdown=60)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
@@ -46,7 +46,7 @@ def serving(service: Service, **options) -> Iterator[str]:
             thread.join()
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 10) -> None:
+def wait_until(true: Callable[[], bool], seconds: float = 30) -> None:
     ends = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < ends, "it has not come true"

@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .answers import Answer, error_content
@@ -36,6 +37,7 @@ def build_app(service: Service, max_body: int = 4 * 2**20) -> FastAPI:
     app.add_exception_handler(RefusedError, lambda _, error: _error(error.status, str(error)))
     app.add_exception_handler(HTTPException, lambda _, error: _error(error.status_code, str(error.detail)))
     app.add_exception_handler(RequestValidationError, _explain)
+    app.add_exception_handler(Exception, lambda _, error: _error(500, f"the server failed with {error!r}."))
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionBody) -> Response:

@@ -2,11 +2,14 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt, model_validator
 
 __all__ = ["Body", "ChatBody", "CompletionBody"]
 
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Text = Annotated[str, Field(min_length=1)]
+# Finding the tokens that stop strings may end in takes time, and others wait meanwhile.
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 
 
@@ -14,6 +17,14 @@ class _Strict(BaseModel):
     """A name that does not exist is an error, and so is a text where a number is asked for."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, given: Any) -> Any:
+        """Clients write null for what they leave out."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None or name not in cls.model_fields}
 
 
 class CDBFields(_Strict):
@@ -50,14 +61,14 @@ class Body(_Strict):
     model: str | None = None
     max_tokens: PositiveInt | None = None
     min_tokens: NonNegativeInt | None = None
-    temperature: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
     top_k: PositiveInt | None = None
     min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[FiniteFloat, Field(gt=0)] | None = None
-    logit_bias: dict[str, FiniteFloat] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Text | list[Text] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     ignore_eos: bool = False
     n: Annotated[int, Field(ge=1, le=128)] = 1
     stream: bool = False
@@ -109,7 +120,7 @@ class CompletionBody(Body):
     """
 
     prompt: Text | Tokens | Annotated[list[Text], Field(min_length=1)] | Annotated[list[Tokens], Field(min_length=1)]
-    logprobs: Literal[None] = None
+    logprobs: None = None
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None

@@ -63,8 +63,8 @@ class Metrics:
         if later:
             self._tpot.observe((later[-1] - first) / len(later))
 
-    def cancelled(self) -> None:
-        self._sequences.labels("cancelled").inc()
+    def cancelled(self, sequences: int) -> None:
+        self._sequences.labels("cancelled").inc(sequences)
 
     def refused(self) -> None:
         self._refused.inc()

@@ -118,7 +118,7 @@ class Service:
             RefusedError: it cannot be served.
         """
         try:
-            prompts = self.prompts(body)
+            prompts = await asyncio.to_thread(self.prompts, body)  # a long text takes seconds
             limits = [self.limit(body, prompt) for prompt in prompts]
             self._check_room(len(prompts) * body.n)
             self._revive()
@@ -176,7 +176,7 @@ class Generation:
         self.service, self.body, self.prompts, self.limits = service, body, prompts, limits
         self.outputs: dict[int, CDBGenerationOutput] = {}
         self._names: list[str] = []
-        self._left = set(range(len(self)))
+        self._left: set[int] = set()
         self._new: set[int] = set()
         self._some_new = asyncio.Event()
         self._closed = False
@@ -210,10 +210,11 @@ class Generation:
 
     def _added(self, name: str, first: int, adding: asyncio.Future) -> None:
         """Listen to the sequences of a prompt; where the client has gone meanwhile, end them."""
-        if adding.exception() is not None:
+        if adding.cancelled() or adding.exception() is not None:
             return
         self._names.append(name)
         for index, sequence in enumerate(sequence_names(name, self.body.n), first):
+            self._left.add(index)
             self.service.manager.register_result_handler(sequence, functools.partial(self._put, index))
         if self._closed:
             self.service.manager.cancel_request(name)
@@ -249,7 +250,7 @@ class Generation:
             return RefusedError(504, output.error)
         if isinstance(output.cause, concurrent.futures.CancelledError) or not self.service.manager.is_running():
             return RefusedError(503, f"the request was ended: {output.error}")
-        return RefusedError(500, output.error)
+        return RefusedError(400 if isinstance(output.cause, ValueError) else 500, output.error)
 
     def close(self) -> None:
         """End what is left. May be called again."""
@@ -257,8 +258,7 @@ class Generation:
             return
         self._closed = True
         self.service.closed(self)
-        for _ in self._left if self._names else ():
-            self.service.metrics.cancelled()
+        self.service.metrics.cancelled(len(self._left))
         for name in self._names:
             self.service.manager.cancel_request(name)
 
