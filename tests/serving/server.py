@@ -31,10 +31,10 @@ def make_service(model, cdb=True, **options) -> Service:
 
 
 @contextmanager
-def serving(service: Service, **options) -> Iterator[str]:
+def serving(service: Service, grace: int = 60) -> Iterator[str]:
     """The address of a server that runs while this is open."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        config = uvicorn.Config(build_app(service, **options), log_level="warning", timeout_graceful_shutdown=60)
+        config = uvicorn.Config(build_app(service), log_level="warning", timeout_graceful_shutdown=grace)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()

@@ -59,3 +59,9 @@ def test_the_command_serves_until_it_is_told_to_end():
 def test_wrong_arguments(arguments, reason, capsys):
     assert main(["serve", "tiny-ouro", *arguments]) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_packages_that_are_missing_are_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve", "tiny-ouro"]) == 2
+    assert capsys.readouterr().err.endswith("uvicorn is not installed. Install it by `pip install 'hf-cdb[serve]'`.\n")

@@ -69,7 +69,7 @@ GARBAGE = [
 
 
 def test_garbage_is_refused_and_disturbs_nobody(service, address, client):
-    asked = {"model": NAME, "prompt": "In the beginning", "max_tokens": 150, "extra_body": {"ignore_eos": True}}
+    asked = {"model": NAME, "prompt": "In the beginning", "max_tokens": 80, "extra_body": {"ignore_eos": True}}
     alone = client.completions.create(**asked).choices[0].text
     stream, parts = client.completions.create(**asked, stream=True), []
     listening = threading.Thread(target=lambda: parts.extend(chunk.choices[0].text for chunk in stream))
@@ -206,3 +206,22 @@ def test_answers_under_way_are_finished_at_the_end():
     assert not service.manager.is_running()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{address}/health")
+
+
+def test_answers_that_take_longer_than_the_grace_are_cut():
+    service, ends = make_service(load_ouro()), []
+
+    def read(address):
+        try:
+            with httpx.stream("POST", address + TEXT, json={**ENDLESS, "stream": True}, timeout=30) as answer:
+                ends.append([line for line in answer.iter_lines() if line][-1])
+        except httpx.RemoteProtocolError:
+            ends.append("cut")
+
+    with serving(service, grace=0) as address:
+        thread = threading.Thread(target=read, args=(address,))
+        thread.start()
+        wait_until(lambda: service.manager.running == 1)
+    thread.join()
+    assert ends != ["data: [DONE]"]
+    assert (service.manager.is_running(), len(service.manager), service.manager.kv_bytes) == (False, 0, 0)
