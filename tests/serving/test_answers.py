@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 
+import httpx
 import pytest
 
 from .server import NAME
@@ -133,6 +134,10 @@ def test_usage_of_a_stream(client):
     assert not last.choices
     assert (last.usage.total_tokens, last.usage.mean_depth) == (13, 2.0)
     assert all(chunk.choices for chunk in client.completions.create(**asked, extra_body=depths))
+    options = {"stream_options": {"continuous_usage_stats": True}}
+    counts = [chunk.usage.completion_tokens for chunk in client.completions.create(**asked, extra_body=options)]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
 
 
 def test_without_a_limit_the_text_fills_the_context(client, tokenizer):
@@ -165,6 +170,22 @@ def test_curl(address, generated):
     *events, end = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line]
     assert end == "[DONE]"
     assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == wanted
+
+
+def test_the_request_that_guidellm_sends(address):
+    """Of guidellm 0.8.1, run as docs/serving.md says, with and without `output_tokens`."""
+    body = {
+        "model": NAME,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "max_completion_tokens": 8,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Finish medical want"}]}],
+    }
+    for more in ({}, {"max_tokens": 8, "stop": None, "ignore_eos": True}):
+        answer = httpx.post(f"{address}/v1/chat/completions", json={**body, **more}, timeout=30)
+        *_, usage, end = [line for line in answer.text.splitlines() if line]
+        assert (answer.status_code, end) == (200, "data: [DONE]")
+        assert '"usage": {"prompt_tokens": ' in usage
 
 
 def test_models(client):

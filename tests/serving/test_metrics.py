@@ -1,5 +1,6 @@
 """Figures of `/metrics` after known requests."""
 
+import openai
 import pytest
 
 from .server import NAME, figures
@@ -38,6 +39,7 @@ def test_figures_after_known_requests(client, address):
 
 def test_refusals_are_counted(client, address):
     before = figures(address)["hf_cdb_refused_requests_total"]
-    with pytest.raises(Exception, match="not served"):
-        client.completions.create(model="other", prompt="a")
-    assert figures(address)["hf_cdb_refused_requests_total"] == before + 1
+    for wrong in ({"model": "other"}, {"max_tokens": -1}):
+        with pytest.raises(openai.APIStatusError):
+            client.completions.create(**{"model": NAME, "prompt": "a", **wrong})
+    assert figures(address)["hf_cdb_refused_requests_total"] == before + 2

@@ -50,6 +50,7 @@ class Answer:
 
     async def events(self) -> AsyncIterator[str]:
         """Pieces as they come. An error ends them, and is the last."""
+        options = self.body.stream_options
         if self.chat:
             for index in range(len(self.generation)):
                 yield self._event([self._piece(index, {"role": "assistant", "content": ""}, None)])
@@ -59,11 +60,13 @@ class Answer:
                 text = self._texts[index].push(output.generated_tokens, last)
                 if text or last:
                     content = {"content": text} if self.chat else {"text": text}
-                    yield self._event([self._piece(index, content, self._finish_reason(index) if last else None)])
+                    usage = {"usage": self.generation.usage()} if options.continuous_usage_stats else {}
+                    reason = self._finish_reason(index) if last else None
+                    yield self._event([self._piece(index, content, reason)], **usage)
         except RefusedError as error:
             yield f"data: {json.dumps(error_content(error.status, str(error)))}\n\n"
             return
-        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+        if options.include_usage:
             yield self._event([], usage=self.generation.usage())
         yield "data: [DONE]\n\n"
 

@@ -36,7 +36,12 @@ def build_app(service: Service, max_body: int = 4 * 2**20) -> FastAPI:
     app.add_middleware(_BodyLimit, max_body=max_body)
     app.add_exception_handler(RefusedError, lambda _, error: _error(error.status, str(error)))
     app.add_exception_handler(HTTPException, lambda _, error: _error(error.status_code, str(error.detail)))
-    app.add_exception_handler(RequestValidationError, _explain)
+
+    @app.exception_handler(RequestValidationError)
+    async def explain(_: Request, error: RequestValidationError) -> Response:
+        service.metrics.refused()
+        return _error(422, _reasons(error))
+
     app.add_exception_handler(Exception, lambda _, error: _error(500, f"the server failed with {error!r}."))
 
     @app.post("/v1/completions")
@@ -123,14 +128,14 @@ def _error(status: int, message: str) -> JSONResponse:
     return JSONResponse(error_content(status, message), status, headers)
 
 
-async def _explain(_: Request, error: RequestValidationError) -> JSONResponse:
+def _reasons(error: RequestValidationError) -> str:
     """Where in the request what is wrong."""
     reasons = []
     for problem in error.errors():
         place = ".".join(str(part) for part in problem["loc"] if part != "body")
         given = "" if problem["type"] in ("missing", "json_invalid") else f" (got {str(problem['input'])[:100]})"
         reasons.append(f"{place or 'body'}: {problem['msg']}{given}")
-    return _error(422, "; ".join(dict.fromkeys(reasons)))
+    return "; ".join(dict.fromkeys(reasons))
 
 
 class _BodyLimit:

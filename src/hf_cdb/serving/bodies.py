@@ -45,7 +45,13 @@ class CDBFields(_Strict):
 
 
 class StreamOptions(_Strict):
+    """Attributes:
+    include_usage: tell it in an event of its own at the end.
+    continuous_usage_stats: tell it in every event with text, as other servers do and load generators ask for.
+    """
+
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class Body(_Strict):
@@ -72,7 +78,7 @@ class Body(_Strict):
     ignore_eos: bool = False
     n: Annotated[int, Field(ge=1, le=128)] = 1
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     cdb: CDBFields = CDBFields()
 
     frequency_penalty: Literal[0] | None = None
