@@ -157,9 +157,10 @@ def _targets(
     arguments: argparse.Namespace, model: PreTrainedModel, settings: Settings, workload: Workload
 ) -> tuple[float, float]:
     """Seconds to the first token and for a later one that a request in time may take."""
-    few = Workload(*(part[:8] for part in (workload.prompts, workload.new_tokens, workload.depths)))
+    depths = [row[:16] for row in workload.depths[:8]]
+    few = Workload(workload.prompts[:8], list(map(len, depths)), depths)
     alone = Settings(1, prefill_chunk_size=settings.prefill_chunk_size)
-    for _ in range(2):  # the first is to warm up
+    for _ in range(2):  # the first time is to warm up
         served = serve_online("full", model, alone, few, [0.0] * len(few), arguments.processor_time)
     ttft = statistics.median(numpy.subtract(served.first, served.admitted))
     tpot = float(numpy.nanmedian(served.waits()["tpot"]))
