@@ -18,6 +18,8 @@ from .diagnosis import diagnose
 from .exit_heads import attach_exit_head, load_exit_head
 from .exits import ExitRule
 from .generation import CDBGenerationMixin, GenerateCDBOutput, RowsFailedError, enable_cdb
+from .jobs import CDBGenerationOutput
+from .manager import CDBManager
 from .models import (
     HuginnCausalLMOutput,
     HuginnConfig,
@@ -34,6 +36,8 @@ from .streaming import StreamPiece
 __all__ = [
     "CDBConfig",
     "CDBGenerationMixin",
+    "CDBGenerationOutput",
+    "CDBManager",
     "DepthCache",
     "ExitRule",
     "GenerateCDBOutput",

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from . import trace_command
-from .bench import overhead, quick, serve, simulate, step, throughput
+from .bench import overhead, quick, serve, simulate, soak, step, throughput
 from .serving import command as serve_command
 from .training import gate_command, tables_command, tiny_command
 
@@ -30,6 +30,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "quick": ("throughput at short prompts and outputs, in a few minutes", quick.add_arguments),
         "simulate": ("the scheduler against a cost table: throughput and latency", simulate.add_arguments),
         "serve": ("what requests wait that come over time, up to overload", serve.add_arguments),
+        "soak": ("many requests with cancels and faults through the manager, each checked", soak.add_arguments),
         "overhead": ("time of a launch that the engine takes itself", overhead.add_arguments),
     },
 }

@@ -1,7 +1,6 @@
 """The engine: schedule a launch, run it, commit it. Knows no generation config and no tokenizer."""
 
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import numpy
@@ -99,8 +98,9 @@ class Engine:
         budget = self.scheduler.budget
         most = self._memory if budget is None else budget
         if cost > most:
+            room = "the memory" if budget is None else f"max_kv_memory={self.config.max_kv_memory}"
             raise ValueError(
-                f"max_kv_memory={self.config.max_kv_memory} is {most} bytes, but a prompt of "
+                f"{room} is {most} bytes, but a prompt of "
                 f"{request.prompt_length} with {request.max_new_tokens} new tokens needs {cost}: {request.capacity} "
                 f"positions of {self.cache.bytes_per_position()} bytes. Allow more, or shorten the "
                 "prompt or max_new_tokens."
@@ -220,14 +220,13 @@ class Engine:
             groups.setdefault(kind, []).append(index)
         if len(groups) == 1:
             return self.adapter.start(embeds, batch.positions, **_start_options(batch.rows, batch.spans))[0]
-        states: torch.Tensor | None = None
-        group_of = batch.spans.by_token(_numbers_of(groups.values(), len(batch)))
-        for number, indices in enumerate(groups.values()):
-            tokens = batch.tensor(numpy.flatnonzero(group_of == number))
-            options = _start_options([batch.rows[index] for index in indices], batch.spans.take(indices))
-            own = self.adapter.start(embeds[:, tokens], batch.positions[:, tokens], **options)[0]
-            states = own.new_empty(len(group_of), own.shape[1]) if states is None else states
-            states[tokens] = own
+        states = torch.empty_like(embeds[0])
+        for indices in groups.values():
+            rows, spans = [batch.rows[index] for index in indices], batch.spans.take(indices)
+            spread = [range(batch.spans.first[index], batch.spans.last[index] + 1) for index in indices]
+            tokens = batch.tensor(numpy.concatenate(spread))
+            own = self.adapter.start(embeds[:, tokens], batch.positions[:, tokens], **_start_options(rows, spans))[0]
+            states[tokens] = own.to(states.dtype)
         return states
 
     def _admit(self, rows: list[Request]) -> None:
@@ -372,14 +371,6 @@ def _start_options(rows: list[Request], spans: Spans) -> dict[str, Any]:
         seeds = numpy.array([row.start_options["init_seed"] for row in rows], dtype=numpy.int64)
         options["init_seed"] = torch.from_numpy(spans.by_token(seeds))[None]
     return options
-
-
-def _numbers_of(groups: Iterable[list[int]], rows: int) -> numpy.ndarray:
-    """int64 `[rows]`: the number of the group that each row is in."""
-    numbers = numpy.empty(rows, dtype=numpy.int64)
-    for number, indices in enumerate(groups):
-        numbers[indices] = number
-    return numbers
 
 
 def _budget(max_kv_memory: int | float | None, device: torch.device) -> int | None:

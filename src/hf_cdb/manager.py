@@ -144,6 +144,11 @@ class CDBManager:
         """Bytes of the keys and values of what is in flight."""
         return self._engine.cache.core_bytes + self._engine.cache.outer_bytes
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that keys and values take, with the gaps that ended requests leave; 0 once the thread has ended."""
+        return self._engine.cache.reserved_bytes
+
     def __len__(self) -> int:
         """Requests that have not ended."""
         return len(self._worker)

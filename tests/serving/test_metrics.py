@@ -29,6 +29,7 @@ def test_figures_after_known_requests(client, address):
     assert found["hf_cdb_queue_seconds_sum"] <= found["hf_cdb_time_to_first_token_seconds_sum"]
     assert found["hf_cdb_time_to_first_token_seconds_sum"] <= found["hf_cdb_request_seconds_sum"]
     assert found["hf_cdb_waiting_sequences"] == found["hf_cdb_running_sequences"] == found["hf_cdb_kv_bytes"] == 0
+    assert found["hf_cdb_kv_reserved_bytes"] > 0
     # One row of 64 in every launch of the loop.
     assert found["hf_cdb_occupancy"] == pytest.approx(1 / 64)
     assert found["hf_cdb_mean_depth"] == pytest.approx(19 / 7)

@@ -45,9 +45,11 @@ class CDBFields(_Strict):
 
 
 class StreamOptions(_Strict):
-    """Attributes:
-    include_usage: tell it in an event of its own at the end.
-    continuous_usage_stats: tell it in every event with text, as other servers do and load generators ask for.
+    """What a stream tells beside the text.
+
+    Attributes:
+        include_usage: the usage, in an event of its own at the end.
+        continuous_usage_stats: the usage so far, in every event with text; not OpenAI's: load generators ask for it.
     """
 
     include_usage: bool = False

@@ -83,6 +83,7 @@ class _ManagerFigures(Collector):
             "waiting_sequences": ("That have not started.", manager.waiting),
             "running_sequences": ("In flight.", manager.running),
             "kv_bytes": ("Keys and values of what is in flight.", manager.kv_bytes),
+            "kv_reserved_bytes": ("The same with the gaps between.", manager.reserved_bytes),
             "occupancy": ("Mean width of the loop's launches as a share of max_num_seqs.", stats.occupancy),
             "mean_depth": ("Loops per generated token.", stats.mean_depth),
             "flop_bound": ("Largest speed-up over full depth that the depths allow.", stats.flop_bound),
