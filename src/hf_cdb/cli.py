@@ -7,10 +7,11 @@ from importlib.metadata import version
 from typing import Any
 
 from . import calibrate_command, trace_command
-from .bench import overhead, quick, schedule, simulate, soak, step, throughput
+from .bench import overhead, quick, schedule, serve, simulate, soak, step, throughput
 from .evaluation import command as evaluation_command
 from .hub import command as hub_command
 from .robustness import command as robustness_command
+from .serving import command as serve_command
 from .training import gate_command, tables_command, tiny_command
 
 __all__ = ["build_parser", "main"]
@@ -36,6 +37,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "quick": ("throughput at short prompts and outputs, in a few minutes", quick.add_arguments),
         "simulate": ("the scheduler against a cost table: throughput and latency", simulate.add_arguments),
         "schedule": ("what classes of requests wait, by the settings of the scheduler", schedule.add_arguments),
+        "serve": ("what requests wait that come over time, up to overload", serve.add_arguments),
         "soak": ("many requests with cancels and faults through the manager, each checked", soak.add_arguments),
         "overhead": ("time of a launch that the engine takes itself", overhead.add_arguments),
     },
@@ -44,6 +46,7 @@ PLAIN: dict[str, Command] = {
     "calibrate": ("choose the exit threshold that keeps a share of the quality", calibrate_command.add_arguments),
     "robustness": ("what wrong exit predictions cost, as tables and a picture", robustness_command.add_arguments),
     "eval": ("quality beside speed: a model's tasks at full depth and with cdb", evaluation_command.add_arguments),
+    "serve": ("serve a model to clients of OpenAI's interface", serve_command.add_arguments),
 }
 GROUPS = {
     "trace": "look at recorded runs",

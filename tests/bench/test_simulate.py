@@ -105,10 +105,11 @@ def test_times_by_hand():
     assert run.seconds == 18.25
     figures = run.figures()
     assert figures["tokens_per_second"] == pytest.approx(3 / 18.25)
-    assert figures["queue"] == pytest.approx({"p50": 4.0, "p90": 7.2, "p99": 7.92, "max": 8.0})  # of 0 and 8
+    distribution = ("p50", "p90", "p99", "mean", "max")
+    assert figures["queue"] == pytest.approx(dict(zip(distribution, (4.0, 7.2, 7.92, 4.0, 8.0), strict=True)))  # 0, 8
     assert figures["ttft"]["p50"] == pytest.approx((8.25 + 14.25) / 2)
-    # of the first request alone
-    assert figures["tpot"] == figures["inter_token"] == pytest.approx(dict.fromkeys(("p50", "p90", "p99", "max"), 3.75))
+    for name in ("tpot", "inter_token"):  # of the first request alone
+        assert figures[name] == pytest.approx(dict.fromkeys(distribution, 3.75))
     assert figures["normalised_latency"]["p50"] == pytest.approx((12.0 / 2 + 14.25) / 2)
     assert figures["launches"] == {"prelude": 3, "loop": 5, "coda": 3}
     assert figures["occupancy"] == 1
@@ -120,7 +121,7 @@ def test_deadlines_by_hand():
         run = simulate(HAND, Settings(1), [3, 1], [[2, 1], [2]], [0.0, 4.0], deadlines=[None, deadline])
         assert run.finished == pytest.approx([12.0, finished], nan_ok=True)
     assert run.seconds == 18.25
-    waits = simulate(HAND, Settings(1), [3, 1], [[2, 1], [2]], [0.0, 4.0], deadlines=[None, 5.0]).waits([0, 1])
+    waits = simulate(HAND, Settings(1), [3, 1], [[2, 1], [2]], [0.0, 4.0], deadlines=[None, 5.0]).distributions([0, 1])
     assert waits["queue"]["max"] == 0  # the other one never started
     assert waits["normalised_latency"]["max"] == 6.0
 

@@ -136,7 +136,7 @@ def _by_class(served: Served, traffic: Traffic, classes: Sequence[TrafficClass])
         missed = None
         if one.deadline is not None:
             missed = sum(not served.finished[key] <= traffic.deadlines[key] for key in keys) / len(keys)
-        found.append({"class": one.name, "requests": len(keys), "missed": missed, **served.waits(keys)})
+        found.append({"class": one.name, "requests": len(keys), "missed": missed, **served.distributions(keys)})
     return found
 
 
