@@ -48,7 +48,7 @@ def text_of(stream):
                 "extra_body": {
                     "repetition_penalty": 1.3,
                     "min_tokens": 12,
-                    "cdb": {"exit_threshold": 0.3, "min_depth": 2},
+                    "cdb": {"exit_threshold": 0.3, "min_depth": 2, "priority": 3},
                 }
             },
             {"repetition_penalty": 1.3, "min_new_tokens": 12, "cdb": {"exit_threshold": 0.3, "min_depth": 2}},

@@ -53,6 +53,7 @@ GARBAGE = [
     (TEXT, {"prompt": "a", "cdb": {"exit_rule": "gates"}}, 400, "gates"),
     (TEXT, {"prompt": "a", "cdb": {"exit_depths": [4, 1]}, "max_tokens": 3}, 400, "exit_depths"),
     (TEXT, {"prompt": "a", "cdb": {"deadline": 0}}, 422, "cdb.deadline"),
+    (TEXT, {"prompt": "a", "cdb": {"priority": "high"}}, 422, "cdb.priority"),
     (CHAT, {"messages": []}, 422, "messages"),
     (CHAT, {"messages": [{"role": "user"}]}, 422, "content"),
     (CHAT, {"messages": [{"role": "emperor", "content": "a"}]}, 400, "emperor"),

@@ -34,6 +34,7 @@ class CDBFields(_Strict):
         exit_rule, exit_threshold, min_depth, max_depth: as in `CDBConfig`.
         exit_depths: replay these, one for every new token at least.
         deadline: seconds from now until which it has to be done; else it fails with status 504.
+        priority: higher ones start first.
     """
 
     exit_rule: str | None = None
@@ -42,6 +43,7 @@ class CDBFields(_Strict):
     max_depth: PositiveInt | None = None
     exit_depths: list[PositiveInt] | None = None
     deadline: Annotated[FiniteFloat, Field(gt=0)] | None = None
+    priority: int = 0
 
 
 class StreamOptions(_Strict):
