@@ -9,6 +9,7 @@ import torch
 
 from hf_cdb import CDBConfig
 from hf_cdb.adapters import adapter_for
+from hf_cdb.bench.cost_fit import fit_costs
 from hf_cdb.bench.costs import CostTable, StageCost
 from hf_cdb.bench.served import Served
 from hf_cdb.bench.serving import draw_arrivals, serve_arrivals, with_depths
@@ -268,7 +269,7 @@ def test_costs_from_a_trace(tmp_path, capsys):
     path = tmp_path / "costs.json"
     arguments = ["--fit", str(tmp_path / "run.jsonl"), "--save-costs", str(path), "--new", "4"]
     assert main(["bench", "simulate", *arguments]) == 0
-    assert CostTable.load(path) == CostTable.fit(trace, 4, {"fitted to": ["run.jsonl"]})
+    assert CostTable.load(path) == fit_costs(trace, 4, {"fitted to": ["run.jsonl"]})
 
 
 @pytest.mark.parametrize(
