@@ -105,12 +105,25 @@ def test_the_floor_names_its_width(capsys):
     assert "add --width 1 for the floor of one row" in printed
 
 
+def test_one_context_has_no_cost_of_its_own(tmp_path, capsys):
+    small = ["--width", "1", "3", "--context", "4", "--turns", "1", "--json", str(tmp_path / "json")]
+    assert main(["bench", "step", "--model", "tiny-ouro", *small, "--save-costs", str(tmp_path / "costs")]) == 0
+    printed = capsys.readouterr().out
+    assert "A position of context costs" not in printed
+    assert "Several values of --context tell it" in printed
+    assert json.loads((tmp_path / "json").read_text())["summary"]["context_seconds"] is None
+    assert CostTable.load(tmp_path / "costs").loop.per_context == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--width", "4"], "width=4 alone gives no slope"),
         (["--width", "0", "4"], "width=0"),
         (["--turns", "0"], "turns=0"),
+        (["--seed", "99999999999999999999999"], "seed=99999999999999999999999: choose"),
+        (["--device", "foo"], "device='foo' cannot be used here"),
+        (["--save-costs", "/"], "save_costs='/' is a folder"),
         (["--memory", "0"], "memory=0.0: choose more than 0"),
         (["--memory", "0.00001"], "holds fewer than two widths of context 128"),
     ],

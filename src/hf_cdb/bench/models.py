@@ -85,10 +85,9 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> PreTra
         device: of torch.
 
     Raises:
-        ValueError: a random model of another name, a model that is not looped, or a device that is not here.
+        ValueError: a random model of another name, or a model that is not looped.
         OSError: no such folder, and no such model on the Hub.
     """
-    check_device(device)
     kind = getattr(torch, dtype)
     if name in RANDOM:
         model = _random_model(RANDOM[name], kind, device)
