@@ -1,6 +1,7 @@
 """The command line, `hf-cdb COMMAND ...` or `python -m hf_cdb COMMAND ...`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -82,7 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = build_parser().parse_args(arguments)
     try:
         status = parsed.run(parsed)
+        sys.stdout.flush()
         return status if isinstance(status, int) else 0  # benchmarks return their figures
+    except BrokenPipeError:
+        # Who read the output, such as `head`, has enough. What is left must not fail once more at the end of Python.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, OSError, FloatingPointError) as error:
         if parsed.traceback:
             raise
