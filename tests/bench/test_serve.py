@@ -148,3 +148,16 @@ def test_targets_and_capacity_may_be_given(tmp_path):
 def test_wrong_arguments(arguments, reason, capsys):
     assert main(["bench", "serve", *arguments]) == 2
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "foo"], "device='foo' cannot be used here"),
+        (["--json", "."], "json='.' is a folder"),
+        (["--longest", "5"], "longest='5' has no effect without --data"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(words, message, capsys):
+    assert main(["bench", "serve", *words]) == 2
+    assert message in capsys.readouterr().err

@@ -59,3 +59,17 @@ def test_the_command(capsys, tmp_path):
     assert main(["bench", "soak", "--requests", "3", "--cases", "2", "--json", str(tmp_path / "soak.json")]) == 0
     assert "Every sequence ended once" in capsys.readouterr().out
     assert (tmp_path / "soak.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--requests", "0"], "requests=0: choose at least 1"),
+        (["--cases", "0"], "cases=0: choose at least 1"),
+        (["--device", "foo"], "device='foo' cannot be used here"),
+        (["--json", "."], "json='.' is a folder"),
+    ],
+)
+def test_what_cannot_be_soaked_is_refused(words, message, capsys):
+    assert main(["bench", "soak", *words]) == 2
+    assert message in capsys.readouterr().err

@@ -13,20 +13,20 @@ from transformers import PreTrainedModel
 
 from ..adapters import adapter_for
 from .arrivals import check_arrivals, make_arrivals
-from .models import add_model_arguments, load_model, load_tokenizer
+from .models import add_model_arguments, check_device, load_model, load_tokenizer
 from .online import ONLINE, OWN_THREAD, serve_online
 from .report import (
     Report,
     add_output_arguments,
     add_run_arguments,
-    check_plot,
+    check_outputs,
     markdown_table,
     save_plot,
     set_threads,
 )
 from .served import Served
 from .simulation import Settings
-from .workloads import LIVE, Workload, add_workload_arguments, check_workload, make_workload
+from .workloads import LIVE, Workload, add_workload_arguments, check_workload, make_workload, resolve_workload
 
 __all__ = ["add_arguments", "run"]
 
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     summary = {name: _served_rate(rows, name) for name in systems}
 
     about = {
-        "requests": len(workload),
+        **resolve_workload(arguments, workload, adapter.full_depth),
         "systems": systems,
         "capacity": capacity,
         "targets": {"ttft": ttft, "tpot": tpot},
@@ -149,7 +149,8 @@ def _check(arguments: argparse.Namespace) -> None:
             f"{' and '.join(OWN_THREAD)}, and use --threads 1 on the CPU."
         )
     check_arrivals(arguments.arrivals)
-    check_plot(arguments.plot)
+    check_outputs(json=arguments.json, plot=arguments.plot)
+    check_device(arguments.device)
     check_workload(arguments)
 
 

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from ..adapters import adapter_for
 from ..jobs import CDBGenerationOutput, sequence_names
 from ..manager import CDBManager
-from .models import add_model_arguments, load_model
-from .report import Report, add_run_arguments, markdown_table, set_threads
+from .models import add_model_arguments, check_device, load_model
+from .report import Report, add_run_arguments, check_outputs, markdown_table, set_threads
 
 __all__ = ["Soak", "SoakFault", "add_arguments"]
 
@@ -280,6 +280,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    for name, least in (("requests", 1), ("cases", 1), ("fault_every", 0)):
+        if getattr(arguments, name) < least:
+            raise ValueError(f"{name}={getattr(arguments, name)}: choose at least {least}.")
+    check_device(arguments.device)
+    check_outputs(json=arguments.json)
     set_threads(arguments.threads)
     model = load_model(arguments.model, arguments.dtype, arguments.device)
     soak = Soak(model, {"prefill_chunk_size": 8}, arguments.cases, arguments.seed)
