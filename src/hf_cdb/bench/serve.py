@@ -260,9 +260,10 @@ def _draw(axes: Any, rows: list[dict[str, Any]]) -> None:
             own = [row for row in rows if row["system"] == name and row[figure] is not None]
             rates = [row["rate"] for row in own]
             middle = "mean" if figure == "normalised_latency" else "p50"
-            (line,) = part.plot(rates, [1e3 * row[figure][middle] for row in own], "o-", label=f"{name}, {middle}")
+            (line,) = part.plot(rates, [1e3 * row[figure][middle] for row in own], "o-", label=name)
             tail = [1e3 * row[figure]["p99"] for row in own]
-            part.plot(rates, tail, "o:", color=line.get_color(), label=f"{name}, p99")
-        part.set(yscale="log", xlabel="requests, times the capacity of full depth", ylabel=label)
+            part.plot(rates, tail, "o:", color=line.get_color())
+        what = f"{label}: {middle}, dotted p99"
+        part.set(yscale="log", xlabel="requests, times the capacity of full depth", ylabel=what)
         part.axvline(1.0, color="grey", linewidth=0.8)
     axes[0].legend(fontsize="small")
