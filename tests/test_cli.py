@@ -54,6 +54,19 @@ def test_the_module_is_the_command():
     assert done.stdout.split() == ["hf-cdb", __version__]
 
 
+def test_a_reader_that_has_enough_ends_it_quietly(tmp_path):
+    """More than a pipe holds, to somebody who reads one line, as `head` does."""
+    path = tmp_path / "run.jsonl"
+    entry = dict.fromkeys(["tokens", "context", "waiting", "entering", "looping", "left", "start", "duration"], 0)
+    path.write_text(20_000 * (json.dumps({"stage": "loop", "rows": [0], "depths": [1], **entry}) + "\n"))
+    command = [sys.executable, "-m", "hf_cdb", "trace", "show", str(path), "--launches", "20000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline().startswith(b"| start ms")
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 1
+
+
 def test_a_run_and_its_resumption(tmp_path, capsys):
     output = tmp_path / "run"
     assert tiny("--output", output, "--threads", 1, "--set", "steps=3", "evaluation.final_examples=1") == 0

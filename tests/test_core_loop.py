@@ -49,7 +49,7 @@ def captured(monkeypatch, traced):
         return run(self, spans, positions, state, embeds)
 
     monkeypatch.setattr(CompiledLoop, "_run_graph", run_and_note)
-    monkeypatch.setattr("hf_cdb.engine.CompiledLoop", lambda *parts: CompiledLoop(*parts[:-1], captured=True))
+    monkeypatch.setattr("hf_cdb.stages.CompiledLoop", lambda *parts: CompiledLoop(*parts[:-1], captured=True))
     return widths
 
 
@@ -171,7 +171,7 @@ def test_only_cuda_captures():
     """On the CPU nothing is padded, and no scratch is held."""
     adapter = adapter_for(model_of("ouro"))
     engine = Engine(adapter, CDBConfig(compile=True, exit_rule="never").resolve(adapter))
-    assert not engine._core.captured
+    assert not engine._stages.core.captured
     assert engine.cache.core_bytes == 0
 
 

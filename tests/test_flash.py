@@ -88,7 +88,7 @@ def flash(request, monkeypatch):
     fake = FakeFlash(request.param)
     monkeypatch.setattr("hf_cdb.flash.PAGE", request.param)
     monkeypatch.setattr("hf_cdb.cache.PAGE", request.param)
-    monkeypatch.setattr("hf_cdb.engine.find_flash", lambda adapter, implementation: fake)
+    monkeypatch.setattr("hf_cdb.stages.find_flash", lambda adapter, implementation: fake)
     return fake
 
 
@@ -129,7 +129,7 @@ def test_pages_and_packs_agree(name, flash, monkeypatch):
     options = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     paged = model.generate(ids, attention_mask=mask, cdb=settings, **options)
     assert flash.calls > 0
-    monkeypatch.setattr("hf_cdb.engine.find_flash", lambda adapter, implementation: None)
+    monkeypatch.setattr("hf_cdb.stages.find_flash", lambda adapter, implementation: None)
     packed = model.generate(ids, attention_mask=mask, cdb=settings, **options)
     assert torch.equal(paged.sequences, packed.sequences)
     assert torch.equal(paged.exit_depths, packed.exit_depths)

@@ -290,7 +290,7 @@ def test_keywords_of_huginn():
             assert told(last(manager, one)) == alone(model, [3, 4, 5], {}, **start)[0]
         assert told(last(manager, name)) == alone(model, [3, 4], {}, max_new_tokens=3, num_steps=3)[0]
         with pytest.raises(ValueError, match="init_scale=-1"):
-            manager.add_request([3], init_scale=-1)
+            manager.add_request([3], max_new_tokens=2, init_scale=-1)
 
 
 def test_the_seed_alone_decides_what_is_drawn_and_without_one_draws_differ(manager):

@@ -88,6 +88,26 @@ def test_changed_weights_in_half_precision():
                 assert torch.equal(plain(x), plain.weight.T)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_no_sum_swallows_the_change_of_one_weight(dtype):
+    """Changed through `.data`, which PyTorch does not count; each of these by no more than itself."""
+    weight = layer().weight.data.to(dtype)
+    probed = prepack._probe(weight)
+    for column in range(512):
+        changed = weight.clone()
+        changed[column, column] *= 0.5
+        assert not torch.equal(prepack._probe(changed), probed)
+
+
+def test_copies_go_with_their_dtype():
+    model = nn.Sequential(layer())
+    PrepackedWeights(model)
+    assert model[0] in prepack._PACKED
+    model.to(torch.float64)
+    PrepackedWeights(model)
+    assert model[0] not in prepack._PACKED
+
+
 def test_another_dtype_is_packed_anew():
     """Weights of zeros are equal in every dtype."""
     plain = layer()

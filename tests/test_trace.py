@@ -98,6 +98,9 @@ def test_the_chrome_format(tmp_path):
     ("text", "words"),
     [
         ("{}\n", "without 'stage'"),
+        ("", "it is empty"),
+        ("\n \n", "it is empty"),
+        ("\n{}\n{,\n", "line 3 is no JSON"),
         ("[]\n", "holds no trace"),
         ("no json\n", "holds no trace"),
         ('{"traceEvents": [{"ph": "X"}]}', "holds no trace"),
@@ -113,6 +116,18 @@ def test_other_files_are_refused(text, words, tmp_path):
     with pytest.raises(ValueError, match=r"other\.jsonl") as error:
         Trace.load(path)
     assert words in str(error.value)
+
+
+def test_the_layout_of_the_json_does_not_matter(tmp_path):
+    """A blank line at the end, as editors leave one, and a Chrome trace that another tool wrote anew."""
+    trace = traced_run().trace
+    for name in ("run.jsonl", "run.json"):
+        trace.save(tmp_path / name)
+    lines, chrome = tmp_path / "run.jsonl", tmp_path / "run.json"
+    lines.write_text(lines.read_text() + "\n")
+    chrome.write_text(json.dumps({"displayTimeUnit": "ms", **json.loads(chrome.read_text())}, indent=1))
+    assert Trace.load(lines) == trace
+    assert [launch.rows for launch in Trace.load(chrome)] == [launch.rows for launch in trace]
 
 
 def test_formats_that_are_none(tmp_path):

@@ -77,7 +77,8 @@ class DepthCache(Cache):
         return sum(pool.reserved_bytes for pool in self._pools.values())
 
     def _held(self, kind: str) -> int:
-        rows = sum(self._rows(kind, segment.capacity) for segment in self._segments.values())
+        segments = list(self._segments.values())  # in one step: a manager is asked while its thread serves
+        rows = sum(self._rows(kind, segment.capacity) for segment in segments)
         return rows * self._pools[kind].row_bytes
 
     def _rows(self, kind: str, capacity: int) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .bench.models import DTYPES, EMBEDDED
-from .bench.report import Report, set_threads
+from .bench.report import Report, check_outputs, set_threads
 from .calibrated import remember
 from .calibration import calibrate
 from .evaluation.config import load_config
@@ -84,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError, OSError: arguments that cannot work; before anything runs.
     """
     set_threads(arguments.threads)
+    check_outputs(json=arguments.json)
     if arguments.limit is not None and arguments.limit < 1:
         raise ValueError(f"limit={arguments.limit}: choose at least 1.")
     if arguments.save and not Path(arguments.model).is_dir():

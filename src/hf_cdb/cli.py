@@ -1,17 +1,19 @@
 """The command line, `hf-cdb COMMAND ...` or `python -m hf_cdb COMMAND ...`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
 from . import calibrate_command, trace_command
-from .bench import overhead, quick, schedule, simulate, soak, step, throughput
+from .bench import overhead, quick, schedule, serve, simulate, soak, step, throughput
 from .evaluation import command as evaluation_command
 from .hub import command as hub_command
 from .offline import command as offline_command
 from .robustness import command as robustness_command
+from .serving import command as serve_command
 from .training import gate_command, tables_command, tiny_command
 
 __all__ = ["build_parser", "main"]
@@ -37,6 +39,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "quick": ("throughput at short prompts and outputs, in a few minutes", quick.add_arguments),
         "simulate": ("the scheduler against a cost table: throughput and latency", simulate.add_arguments),
         "schedule": ("what classes of requests wait, by the settings of the scheduler", schedule.add_arguments),
+        "serve": ("what requests wait that come over time, up to overload", serve.add_arguments),
         "soak": ("many requests with cancels and faults through the manager, each checked", soak.add_arguments),
         "overhead": ("time of a launch that the engine takes itself", overhead.add_arguments),
     },
@@ -46,6 +49,7 @@ PLAIN: dict[str, Command] = {
     "robustness": ("what wrong exit predictions cost, as tables and a picture", robustness_command.add_arguments),
     "generate": ("continue every line of a file of prompts, by one process or several", offline_command.add_arguments),
     "eval": ("quality beside speed: a model's tasks at full depth and with cdb", evaluation_command.add_arguments),
+    "serve": ("serve a model to clients of OpenAI's interface", serve_command.add_arguments),
 }
 GROUPS = {
     "trace": "look at recorded runs",
@@ -81,7 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = build_parser().parse_args(arguments)
     try:
         status = parsed.run(parsed)
+        sys.stdout.flush()
         return status if isinstance(status, int) else 0  # benchmarks return their figures
+    except BrokenPipeError:
+        # Who read the output, such as `head`, has enough. What is left must not fail once more at the end of Python.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, OSError, FloatingPointError) as error:
         if parsed.traceback:
             raise

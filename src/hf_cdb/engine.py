@@ -3,25 +3,19 @@
 import time
 from typing import Any
 
-import numpy
-import psutil
 import torch
 
 from .adapters import LoopAdapter
-from .attention import AttentionSwitch
 from .batch import Batch
-from .cache import DepthCache
 from .config import CDBConfig
-from .core_loop import CompiledLoop, EagerLoop
-from .flash import find_flash
-from .kv_policy import KVPolicy
-from .prepack import PrepackedWeights
+from .memory import kv_budget, whole_memory
 from .request import Request
 from .row_rules import RowRules
 from .row_states import RowStates
 from .scheduler import Launch, Scheduler
 from .signals import Signal, Signals
 from .spans import Spans
+from .stages import Stages
 from .stats import CDBStats
 from .trace import Trace
 from .transfer import to_device
@@ -45,15 +39,14 @@ class Engine:
         self.adapter, self.config = adapter, config
         self.rule = config.exit_rule
         self._rules = RowRules(self.rule, adapter, config.max_num_seqs)
-        self._attention = AttentionSwitch(adapter.model)
-        policy = KVPolicy.create(config.kv_policy, config.max_depth, config.kv_slots)
-        self.cache = DepthCache(adapter, policy, find_flash(adapter, self._attention.own))
+        self._stages = Stages(adapter, config)
+        self.cache = self._stages.cache
         self.scheduler = Scheduler(
             config.max_num_seqs,
             refill=config.refill,
             min_coda_batch=config.min_coda_batch,
             lookahead=config.lookahead,
-            budget=_budget(config.max_kv_memory, adapter.device),
+            budget=kv_budget(config.max_kv_memory, adapter.device),
             prefill_chunk_size=config.prefill_chunk_size,
             max_prefill_tokens=config.max_prefill_tokens,
             max_overtakes=config.max_overtakes,
@@ -67,16 +60,13 @@ class Engine:
             coda=adapter.coda_parameter_count(),
             trace=Trace() if config.trace else None,
         )
-        self._memory = _memory(adapter.device)
+        budget = self.scheduler.budget
+        self._most = whole_memory(adapter.device) if budget is None else budget  # bytes for one request
         self._requests: dict[int, Request] = {}
         self._ended: list[Request] = []
         self._states = RowStates()
         self._signals = Signals(config.max_num_seqs, adapter.device)
         self._pending: Signal | None = None  # with lookahead: of the last loop, not yet read
-        self._weights = PrepackedWeights(adapter.model, config.prepack_weights)
-        parts = (adapter, self.cache, self._attention, self._weights)
-        captured = adapter.device.type == "cuda"
-        self._core = CompiledLoop(*parts, captured) if config.compile else EagerLoop(*parts)
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -107,20 +97,19 @@ class Engine:
         """
         positions = self.cache.positions(request.capacity)
         cost = positions * self.cache.bytes_per_position()
-        budget = self.scheduler.budget
-        most = self._memory if budget is None else budget
-        if cost > most:
-            room = "the memory" if budget is None else f"max_kv_memory={self.config.max_kv_memory}"
+        if cost > self._most:
+            limit = self.config.max_kv_memory
+            room = "the memory" if limit is None else f"max_kv_memory={limit}"
             raise ValueError(
-                f"{room} is {most} bytes, but a prompt of {request.prompt_length} with {request.max_new_tokens} new "
-                f"tokens needs {cost}: {positions} positions of {self.cache.bytes_per_position()} bytes. Allow more, "
-                "or shorten the prompt or max_new_tokens."
+                f"{room} is {self._most} bytes, but a prompt of {request.prompt_length} with {request.max_new_tokens} "
+                f"new tokens needs {cost}: {positions} positions of {self.cache.bytes_per_position()} bytes. Allow "
+                "more, or shorten the prompt or max_new_tokens."
             )
         return cost
 
     def refresh_weights(self) -> None:
         """To be called after the model's weights have changed; until then launches may use copies of the old ones."""
-        self._weights = PrepackedWeights(self.adapter.model, self.config.prepack_weights)
+        self._stages.refresh_weights()
 
     def cancel(self, key: int) -> None:
         """End a request where it is; its tokens so far stay in it.
@@ -209,11 +198,7 @@ class Engine:
     def _prelude(self, batch: Batch) -> None:
         """New prompts and new tokens enter: embeddings, the layers before the loop, the start state."""
         self._admit([batch.rows[index] for index in batch.prompts if batch.rows[index].status == "waiting"])
-        layer_inputs = self._address(batch.spans, batch.positions) if self.adapter.prelude_layers else {}
-        with self._attention, self._weights:
-            embeds = self.adapter.prelude(*self._inputs(batch), layer_inputs)
-        start = self._start(batch, embeds)
-        embeds = embeds[0]
+        embeds, start = self._stages.prelude(batch)
         if self.adapter.reads_embeds:
             self._states.write("embeds", batch, embeds)
         self._states.write("state", batch, start)
@@ -221,24 +206,6 @@ class Engine:
             if batch.prompts:
                 embeds, start = embeds[batch.decoding_tokens], start[batch.decoding_tokens]
             self._rules.begin([batch.rows[index] for index in batch.decoding], batch.places, embeds, start)
-
-    def _start(self, batch: Batch, embeds: torch.Tensor) -> torch.Tensor:
-        """The states before loop 1, `[tokens, width]`, of embeddings `[1, tokens, width]`."""
-        groups: dict[tuple, list[int]] = {}  # rows whose options differ in nothing but the seed
-        for index, row in enumerate(batch.rows):
-            options = row.start_options
-            kind = (options.get("init_scale"), "init_seed" in options) if options else ()
-            groups.setdefault(kind, []).append(index)
-        if len(groups) == 1:
-            return self.adapter.start(embeds, batch.positions, **_start_options(batch.rows, batch.spans))[0]
-        states = torch.empty_like(embeds[0])
-        for indices in groups.values():
-            rows, spans = [batch.rows[index] for index in indices], batch.spans.take(indices)
-            spread = [range(batch.spans.first[index], batch.spans.last[index] + 1) for index in indices]
-            tokens = batch.tensor(numpy.concatenate(spread))
-            own = self.adapter.start(embeds[:, tokens], batch.positions[:, tokens], **_start_options(rows, spans))[0]
-            states[tokens] = own.to(states.dtype)
-        return states
 
     def _admit(self, rows: list[Request]) -> None:
         """Room for the keys and values of requests that start."""
@@ -254,8 +221,8 @@ class Engine:
     def _loop(self, batch: Batch) -> Signal:
         """Every row runs one loop more, each at its own depth; then the rule looks at the rows that decode."""
         previous = self._states.read("state", batch)
-        embeds = self._states.read("embeds", batch)[None] if self.adapter.reads_embeds else None
-        state = self._core.run(batch.spans, batch.positions, previous[None], embeds)[0]
+        embeds = self._states.read("embeds", batch) if self.adapter.reads_embeds else None
+        state = self._stages.loop(batch, previous, embeds)
         self._states.write("state", batch, state)
         return self._decide(batch, previous, state)
 
@@ -281,7 +248,7 @@ class Engine:
         """Logits of rows that a rule looks at."""
         self.stats.asked["launches"] += 1
         self.stats.asked["rows"] += len(spans)
-        return self._run_coda(spans, state)
+        return self._stages.coda(spans, state)
 
     def _coda(self, batch: Batch) -> list[bool]:
         """Rows that left: the layers after the loop, the head, the next token."""
@@ -291,7 +258,7 @@ class Engine:
         if batch.prompts:
             ends = [index for index, row in enumerate(rows) if spans.end[index] == row.end]
         keep = None if len(ends) == spans.tokens else batch.tensor(spans.last[ends])
-        logits = self._run_coda(spans, self._states.read("state", batch), keep)
+        logits = self._stages.coda(spans, self._states.read("state", batch), keep)
         self._choose(rows if len(ends) == len(rows) else [rows[index] for index in ends], logits)
         finished = [False] * len(rows)
         for index in ends:
@@ -317,7 +284,7 @@ class Engine:
             groups.setdefault("plain" if plain else id(row.sampler), []).append(index)
         for indices in groups.values():
             chosen = [rows[index] for index in indices]
-            part = logits if len(indices) == len(rows) else logits[self._tensor(indices)]
+            part = logits if len(indices) == len(rows) else logits[to_device(torch.tensor(indices), logits.device)]
             for row, token in zip(chosen, chosen[0].sampler.choose(chosen, part), strict=True):
                 if row.error is None:
                     row.tokens.append(token)
@@ -339,57 +306,3 @@ class Engine:
         self.cache.free(row.key)
         self._requests.pop(row.key, None)
         self._ended.append(row)
-
-    def _address(self, spans: Spans, positions: torch.Tensor) -> dict:
-        """Bind the cache to the spans; the arguments that layers share."""
-        self.cache.bind(spans)
-        return self.adapter.layer_inputs(positions, self.cache, depth_cache=self.cache)
-
-    def _run_coda(self, spans: Spans, state: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
-        layer_inputs = {}
-        if self.adapter.coda_layers:
-            layer_inputs = self._address(spans, self._tensor(spans.positions())[None])
-        with self._attention, self._weights:
-            logits = self.adapter.coda(state[None], layer_inputs, keep)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-    def _inputs(self, batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Token ids `[1, tokens]` and None; or None and embeddings, where a prompt was given as such."""
-        if not batch.prompts:
-            return batch.tensor([row.tokens[-1] for row in batch.rows])[None], None
-        prompts_of_embeds = any(batch.rows[index].prompt_embeds is not None for index in batch.prompts)
-        embedding = self.adapter.model.get_input_embeddings() if prompts_of_embeds else None
-        parts = []
-        for row, start, end in zip(batch.rows, batch.spans.start, batch.spans.end, strict=True):
-            if row.in_prompt and row.prompt_embeds is not None:
-                parts.append(row.prompt_embeds[start:end].to(batch.device))
-                continue
-            ids = row.prompt_ids[start:end].to(batch.device) if row.in_prompt else self._tensor(row.tokens[-1:])
-            parts.append(ids if embedding is None else embedding(ids))
-        whole = torch.cat(parts)[None]
-        return (whole, None) if embedding is None else (None, whole)
-
-    def _tensor(self, values) -> torch.Tensor:
-        return to_device(torch.as_tensor(values, dtype=torch.long), self.adapter.device)
-
-
-def _start_options(rows: list[Request], spans: Spans) -> dict[str, Any]:
-    """Arguments of the adapter's `start`; seeds per row become seeds per token."""
-    options = dict(rows[0].start_options)
-    if "init_seed" in options:
-        seeds = numpy.array([row.start_options["init_seed"] for row in rows], dtype=numpy.int64)
-        options["init_seed"] = torch.from_numpy(spans.by_token(seeds))[None]
-    return options
-
-
-def _budget(max_kv_memory: int | float | None, device: torch.device) -> int | None:
-    """Bytes that keys and values may take."""
-    if not isinstance(max_kv_memory, float):
-        return max_kv_memory
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return int(max_kv_memory * free)
-
-
-def _memory(device: torch.device) -> int:
-    """Bytes of the whole memory."""
-    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total

@@ -164,10 +164,16 @@ def check_names(model: GenerationMixin, model_kwargs: dict[str, Any], of_cdb: bo
 def _hint(model: GenerationMixin, name: str) -> str:
     near = difflib.get_close_matches(name.removeprefix("cdb_"), _SETTINGS, n=1)
     meant = _meant(model, name)
+    if near and meant not in (None, *_OURS) and _likeness(name, meant) > _likeness(name, near[0]):
+        near = []
     if near or name.startswith("cdb") or meant == "cdb_config":
         example = f"{near[0]!r}: ..." if near else "..."
         return f" Settings of cdb go into its dict: cdb={{{example}}}; they are {', '.join(_SETTINGS)}."
     return f" Did you mean {meant!r}?" if meant else ""
+
+
+def _likeness(name: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, name, other).ratio()
 
 
 def _meant(model: GenerationMixin, name: str) -> str | None:

@@ -130,6 +130,21 @@ class CDBManager:
         return self._engine.stats
 
     @property
+    def waiting(self) -> int:
+        """Sequences that have not started."""
+        return self._engine.scheduler.waiting
+
+    @property
+    def running(self) -> int:
+        """Sequences in flight."""
+        return self._engine.scheduler.in_flight
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the keys and values of what is in flight."""
+        return self._engine.cache.core_bytes + self._engine.cache.outer_bytes
+
+    @property
     def reserved_bytes(self) -> int:
         """Bytes that keys and values take, with the gaps that ended requests leave; 0 once the thread has ended."""
         return self._engine.cache.reserved_bytes

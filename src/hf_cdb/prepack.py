@@ -63,6 +63,10 @@ class PrepackedWeights:
                 "or more on the CPU in a dtype that oneDNN can pack: float32, and bfloat16 and float16 where the "
                 "processor knows them. Leave prepack_weights at 'auto'."
             )
+        for module in model.modules():  # copies in a dtype that the model has no more
+            packed = _PACKED.get(module)
+            if packed is not None and packed.seen and packed.seen[0] != module.weight.dtype:
+                _PACKED.pop(module, None)
         missing = sum(layer.weight.nbytes for layer in layers if layer not in _PACKED)
         if wanted == "auto" and missing > psutil.virtual_memory().available // 4:
             layers = []
@@ -105,14 +109,22 @@ def _packed(layer: nn.Linear) -> "_Multiply":
     weight = layer.weight.detach()
     version = None if layer.weight.is_inference() else layer.weight._version
     seen = (weight.dtype, weight.data_ptr(), version)
-    signs = torch.randint(2, (weight.shape[1],), generator=torch.Generator().manual_seed(0)) * 2 - 1
-    probed = weight @ signs.to(weight.dtype)
+    probed = _probe(weight)
     packed = _PACKED.get(layer)
     if packed is None:
         packed = _PACKED[layer] = _Multiply(layer)
     if packed.seen != seen or not torch.equal(packed.probed, probed):
         packed.pack(weight, seen, probed)
     return packed
+
+
+def _probe(weight: torch.Tensor) -> torch.Tensor:
+    """A sum of every row with random signs, which tells weights that were changed. Half precision is added up in
+    float32: rounded to its own 8 bits the sum would hide the change of one weight in many."""
+    signs = torch.randint(2, (weight.shape[1],), generator=torch.Generator().manual_seed(0)) * 2 - 1
+    if weight.dtype == torch.float32:
+        return weight @ signs.to(weight.dtype)
+    return (weight * signs.to(weight.dtype)).sum(dim=1, dtype=torch.float32)
 
 
 class _Multiply:

@@ -198,16 +198,35 @@ class Trace(Sequence[TracedLaunch]):
             ValueError: the file holds something else.
         """
         path = Path(path)
-        text = path.read_text(encoding="utf-8")
         try:
-            if text.startswith('{"traceEvents"'):
-                events = [event for event in json.loads(text)["traceEvents"] if event["ph"] == "X"]
-                entries = [
-                    {"stage": e["name"], "start": e["ts"] / 1e6, "duration": e["dur"] / 1e6, **e["args"]}
-                    for e in events
-                ]
-            else:
-                entries = [json.loads(line) for line in text.splitlines()]
+            entries = _entries(path.read_text(encoding="utf-8"))
             return cls(TracedLaunch.from_dict(entry) for entry in entries)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} holds no trace that `stats.save_trace` wrote: {error}") from error
+
+
+def _entries(text: str) -> list[dict[str, Any]]:
+    """The launches in the text of a file, of either format, in whatever way its JSON is laid out.
+
+    Raises:
+        ValueError, KeyError, TypeError: it has another form.
+    """
+    if not text.strip():
+        raise ValueError("it is empty.")
+    try:
+        whole = json.loads(text)
+    except json.JSONDecodeError:
+        whole = None  # several lines of JSON, or none
+    if isinstance(whole, dict) and "traceEvents" in whole:
+        return [
+            {"stage": e["name"], "start": e["ts"] / 1e6, "duration": e["dur"] / 1e6, **e["args"]}
+            for e in whole["traceEvents"]
+            if e["ph"] == "X"
+        ]
+    entries = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        try:
+            entries += [json.loads(line)] if line.strip() else []
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number} is no JSON: {error}.") from None
+    return entries

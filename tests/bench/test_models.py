@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from hf_cdb.adapters import adapter_for
-from hf_cdb.bench.models import RANDOM, load_model, load_tokenizer, plain_generation
+from hf_cdb.bench.models import RANDOM, check_device, load_model, load_tokenizer, plain_generation
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,25 @@ def test_sizes_of_random_models(name, per_loop, share):
     once, core = adapter_for(load_model(name)).parameter_counts()
     assert core == per_loop
     assert once / core == pytest.approx(share, abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "head"),
+    [
+        ("random-ouro-20m", 0, 8192 * 512 + 513),
+        # Two layers, sized as above, and the norm before the head, which runs with the layers' tokens or with its own.
+        ("random-huginn-20m", 2 * (4 * 576**2 + 3 * 576 * 1952 + 6 * 576) + 576, 8192 * 576),
+    ],
+)
+def test_what_of_the_coda_runs_all_tokens_of_a_prompt(name, layers, head):
+    assert adapter_for(load_model(name)).coda_layers_share() == pytest.approx(layers / (layers + head))
+
+
+def test_devices_that_are_not_here():
+    check_device("cpu")
+    for device in ("foo", "cpu:x", f"cuda:{torch.cuda.device_count()}"):
+        with pytest.raises(ValueError, match=f"device='{device}' cannot be used here"):
+            check_device(device)
 
 
 def test_the_100m_model_has_the_boundary_share_of_the_published_one():

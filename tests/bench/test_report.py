@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from hf_cdb import __version__
-from hf_cdb.bench.report import Report, check_plot, markdown_table, save_plot, set_threads
+from hf_cdb.bench.report import (
+    Report,
+    check_outputs,
+    check_plot,
+    check_seed,
+    markdown_table,
+    rate_text,
+    save_plot,
+    set_threads,
+)
 
 from ..tiny import random_ouro
 
@@ -62,3 +71,39 @@ def test_a_picture_without_matplotlib_names_the_extra(monkeypatch):
 def test_threads():
     with pytest.raises(ValueError, match="threads=0"):
         set_threads(0)
+
+
+def test_slow_models_have_rates_too():
+    assert [rate_text(rate) for rate in (12345.6, 99.96, 7.123, 0.0421, None)] == [
+        "12346",
+        "100",
+        "7.12",
+        "0.0421",
+        None,
+    ]
+
+
+def test_places_that_nothing_can_be_written_to(tmp_path):
+    (tmp_path / "file").write_text("")
+    check_outputs(json=tmp_path / "new" / "deep" / "a.json", record=tmp_path / "file", plot=None)
+    with pytest.raises(ValueError, match=r"json=.* is a folder. Name a file"):
+        check_outputs(json=tmp_path)
+    with pytest.raises(ValueError, match=r"record=.*'.*file' is a file, and no folder"):
+        check_outputs(record=tmp_path / "file" / "deep" / "a.json")
+    with pytest.raises(ValueError, match="json and record both name"):
+        check_outputs(json=tmp_path / "a", record=tmp_path / "b" / ".." / "a")
+    with pytest.raises(ValueError, match=r"ends in \.png"):
+        check_outputs(plot=tmp_path / "a.jpg")
+
+
+def test_a_place_that_is_locked(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda place, mode: False)  # root may write anywhere
+    with pytest.raises(ValueError, match=r"json=.*: nothing can be written to"):
+        check_outputs(json=tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_seeds_of_no_generator(seed):
+    check_seed(2**63 - 1)
+    with pytest.raises(ValueError, match=f"seed={seed}: choose at least 0"):
+        check_seed(seed)

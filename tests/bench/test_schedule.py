@@ -78,7 +78,7 @@ def test_a_table_by_hand(command, capsys):
     (row,) = rows
     assert (row["class"], row["requests"], row["missed"]) == ("only", 3, pytest.approx(1 / 3))
     # The third one is dropped at 12 s.
-    assert row["ttft"] == pytest.approx({"p50": 6.0, "p90": 7.6, "p99": 7.96, "max": 8.0})
+    assert row["ttft"] == pytest.approx({"p50": 6.0, "p90": 7.6, "p99": 7.96, "mean": 6.0, "max": 8.0})
     assert row["tpot"] is row["inter_token"] is None
     assert "| 0 | 0 | priority | only | 3 | 33.3% | 6000.0 |" in capsys.readouterr().out
 

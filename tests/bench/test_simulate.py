@@ -9,7 +9,9 @@ import torch
 
 from hf_cdb import CDBConfig
 from hf_cdb.adapters import adapter_for
+from hf_cdb.bench.cost_fit import fit_costs
 from hf_cdb.bench.costs import CostTable, StageCost
+from hf_cdb.bench.launches import new_tokens
 from hf_cdb.bench.served import Served
 from hf_cdb.bench.serving import draw_arrivals, serve_arrivals, with_depths
 from hf_cdb.bench.simulation import Settings, simulate
@@ -105,10 +107,11 @@ def test_times_by_hand():
     assert run.seconds == 18.25
     figures = run.figures()
     assert figures["tokens_per_second"] == pytest.approx(3 / 18.25)
-    assert figures["queue"] == pytest.approx({"p50": 4.0, "p90": 7.2, "p99": 7.92, "max": 8.0})  # of 0 and 8
+    distribution = ("p50", "p90", "p99", "mean", "max")
+    assert figures["queue"] == pytest.approx(dict(zip(distribution, (4.0, 7.2, 7.92, 4.0, 8.0), strict=True)))  # 0, 8
     assert figures["ttft"]["p50"] == pytest.approx((8.25 + 14.25) / 2)
-    # of the first request alone
-    assert figures["tpot"] == figures["inter_token"] == pytest.approx(dict.fromkeys(("p50", "p90", "p99", "max"), 3.75))
+    for name in ("tpot", "inter_token"):  # of the first request alone
+        assert figures[name] == pytest.approx(dict.fromkeys(distribution, 3.75))
     assert figures["normalised_latency"]["p50"] == pytest.approx((12.0 / 2 + 14.25) / 2)
     assert figures["launches"] == {"prelude": 3, "loop": 5, "coda": 3}
     assert figures["occupancy"] == 1
@@ -120,7 +123,7 @@ def test_deadlines_by_hand():
         run = simulate(HAND, Settings(1), [3, 1], [[2, 1], [2]], [0.0, 4.0], deadlines=[None, deadline])
         assert run.finished == pytest.approx([12.0, finished], nan_ok=True)
     assert run.seconds == 18.25
-    waits = simulate(HAND, Settings(1), [3, 1], [[2, 1], [2]], [0.0, 4.0], deadlines=[None, 5.0]).waits([0, 1])
+    waits = simulate(HAND, Settings(1), [3, 1], [[2, 1], [2]], [0.0, 4.0], deadlines=[None, 5.0]).distributions([0, 1])
     assert waits["queue"]["max"] == 0  # the other one never started
     assert waits["normalised_latency"]["max"] == 6.0
 
@@ -193,13 +196,76 @@ def test_the_command_on_a_table(table, tmp_path, capsys):
     assert "30 requests, 2 a second" in capsys.readouterr().out
     content = json.loads(path.read_text())
     assert content["model"] is None
-    assert len(content["systems"]) == 2 * (1 + 2 * (1 + 2))
+    assert len(content["systems"]) == 2 * 2 * (1 + 1 + 2)
+    unused = ("model", "dtype", "device", "turns", "longest")
+    assert {name: content["settings"][name] for name in unused} == dict.fromkeys(unused)
+    assert (content["settings"]["mix"], content["settings"]["requests"]) == ("shallow-heavy", 30)
     assert content["costs"]["loop"]["per_context"] == 0.01
     fastest = {}
     for row in content["systems"]:
         assert row["tokens"] == content["systems"][0]["tokens"]
         fastest.setdefault(row["system"], []).append(row["tokens_per_second"])
     assert max(fastest["full depth"]) < max(fastest["no refill"]) < max(fastest["refill"])
+
+
+def test_what_lookahead_hides_is_no_merit_of_depth(tmp_path, capsys):
+    """10 ms of device and 10 ms of host: running ahead halves the time of all systems, and none gains by depth."""
+    stage = StageCost((1, 9), (0.01, 0.01))
+    CostTable(4, stage, stage, stage, host_per_launch=0.01).save(tmp_path / "costs.json")
+    sizes = ["--mix", "full", "--lookahead", "0", "1", "--width", "4", "--new", "8", "--requests", "8"]
+    assert main(["bench", "simulate", "--costs", str(tmp_path / "costs.json"), *sizes]) == 0
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    speedup = lines[0].index("speed-up")
+    assert [line[speedup] for line in lines[1:]] == ["1.00"] * 6
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_the_widths_that_costs_go_by_are_those_of_the_engine(chunk):
+    """With layers after the loop that run all tokens; a table is fitted to the engine's launches by the same widths."""
+    asked = []
+
+    class Recorded(CostTable):
+        def width(self, stage, tokens, ending):
+            asked.append(super().width(stage, tokens, ending))
+            return asked[-1]
+
+    settings, workload = Settings(3, prefill_chunk_size=chunk), random_workload()
+    arrivals = [0.0] * len(workload)
+    _, real = serve_arrivals(adapter_for(ToyModel()), settings, workload, arrivals, trace=True)
+    costs = Recorded(4, ANY.prelude, ANY.loop, ANY.coda, coda_layers_share=0.5)
+    simulate(costs, settings, list(map(len, workload.prompts)), workload.depths, arrivals)
+    ends = new_tokens(real)
+    assert asked == [
+        end + 0.5 * (launch.tokens - end) if launch.stage == "coda" else launch.tokens
+        for launch, end in zip(real, ends, strict=True)
+    ]
+    assert max(ends) < max(launch.tokens for launch in real if launch.stage == "coda")
+
+
+def test_files_of_any_vocabulary_go_with_a_table(table, tmp_path):
+    """Where no model reads the ids, none of them is too large."""
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({"prompts": [[10**6, 1], [2]], "depths": [[4, 1], [4]]}))
+    assert main(["bench", "simulate", "--costs", str(table), "--trace", str(path)]) == 0
+
+
+@pytest.mark.parametrize(("requests", "words"), [(2, ""), (6, "predictions rest on those that are checked")])
+def test_costs_are_fitted_to_other_requests_of_a_file(requests, words, tmp_path, capsys, monkeypatch):
+    path, served = tmp_path / "lengths.json", []
+    path.write_text(json.dumps([[1 + k, 2] for k in range(6)]))
+    serve = serve_arrivals
+
+    def watched(adapter, settings, workload, *rest):
+        served.append([len(prompt) for prompt in workload.prompts])
+        return serve(adapter, settings, workload, *rest)
+
+    monkeypatch.setattr("hf_cdb.bench.simulate.serve_arrivals", watched)
+    sizes = ["--model", "tiny-ouro", "--width", "2", "--turns", "1", "--lengths", str(path), "--check"]
+    assert main(["bench", "simulate", *sizes, "--requests", str(requests)]) == 0
+    assert words in capsys.readouterr().out
+    checked = list(range(1, 1 + requests))
+    assert served[-1] == checked
+    assert served[0] == ([3, 4, 5, 6] if requests == 2 else checked)
 
 
 def test_the_picture(table, tmp_path):
@@ -261,6 +327,14 @@ def test_what_needs_no_model_is_refused_before_it(arguments, words, capsys, monk
     assert words in capsys.readouterr().err
 
 
+def test_minutes_need_requests_enough(table, tmp_path, capsys):
+    path = tmp_path / "lengths.json"
+    path.write_text("[[2, 3], [3, 2]]")
+    given = ["--costs", str(table), "--lengths", str(path), "--rate", "10", "--minutes", "5"]
+    assert main(["bench", "simulate", *given]) == 2
+    assert "minutes=5 at rate=10 are 3000 requests, but the file holds 2" in capsys.readouterr().err
+
+
 def test_costs_from_a_trace(tmp_path, capsys):
     workload = random_workload()
     _, trace = serve_arrivals(adapter_for(ToyModel()), Settings(4), workload, [0.0] * len(workload), trace=True)
@@ -268,7 +342,7 @@ def test_costs_from_a_trace(tmp_path, capsys):
     path = tmp_path / "costs.json"
     arguments = ["--fit", str(tmp_path / "run.jsonl"), "--save-costs", str(path), "--new", "4"]
     assert main(["bench", "simulate", *arguments]) == 0
-    assert CostTable.load(path) == CostTable.fit(trace, 4, {"fitted to": ["run.jsonl"]})
+    assert CostTable.load(path) == fit_costs(trace, 4, {"fitted to": ["run.jsonl"]})
 
 
 @pytest.mark.parametrize(
@@ -279,6 +353,15 @@ def test_costs_from_a_trace(tmp_path, capsys):
         (["--chunk", "0"], "chunk=0"),
         (["--rate", "-1"], "rate=-1.0: choose a positive"),
         (["--minutes", "3"], "minutes=3.0 goes with --rate"),
+        (["--rate", "1000", "--minutes", "1e9"], "requests=6e+13: choose at least 1 and at most"),
+        (["--turns", "99"], "turns='99' has no effect beside a cost table"),
+        (["--processor-time"], "processor_time='True' has no effect"),
+        (["--dtype", "bfloat16"], "dtype='bfloat16' has no effect"),
+        (["--device", "cuda"], "device='cuda' has no effect"),
+        (["--model", "no/such/model"], "model='no/such/model' has no effect"),
+        (["--save-costs", "."], "save_costs='.' is a folder"),
+        (["--json", "a.json", "--save-costs", "a.json"], "json and save_costs both name 'a.json'"),
+        (["--seed", "-1"], "seed=-1: choose at least 0"),
         (["--processor-time", "--threads", "2"], "--processor-time with threads=2 on cpu"),
         (["--mix", "live"], "runs no model whose rule could decide"),
         (["--mix", "1:-1,2:2"], "the share of depth 1 is -1"),

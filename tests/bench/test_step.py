@@ -3,10 +3,12 @@ import json
 import pytest
 import torch
 
-from hf_cdb.bench import step
+from hf_cdb.bench import cells
+from hf_cdb.bench.cells import Cell, measure_cell
+from hf_cdb.bench.cost_fit import fit_costs
 from hf_cdb.bench.costs import CostTable
 from hf_cdb.bench.models import load_model
-from hf_cdb.bench.step import Cell, measure_cell, summarise
+from hf_cdb.bench.step import summarise
 from hf_cdb.cli import main
 
 from ..tiny import RANDOM
@@ -26,7 +28,7 @@ def test_the_summary_by_hand():
         for context in (99, 199)
         for width in (1, 4, 8, 16)
     ]
-    costs = CostTable.fit([launch for cell in cells for launch in cell.launches()], 4)
+    costs = fit_costs([launch for cell in cells for launch in cell.launches()], 4)
     summary = summarise(cells, 22_000_000, costs)
     assert summary["context"] == 99
     assert summary["floor_seconds"] == pytest.approx(11e-3)
@@ -39,7 +41,7 @@ def test_the_summary_by_hand():
 
 def test_no_saturation_where_more_rows_take_no_longer():
     cells = [made(1, 8, [2.0], [0.0]), made(4, 8, [2.0], [0.0])]
-    costs = CostTable.fit([launch for cell in cells for launch in cell.launches()], 4)
+    costs = fit_costs([launch for cell in cells for launch in cell.launches()], 4)
     assert summarise(cells, 1, costs)["saturation_width"] is None
 
 
@@ -51,8 +53,8 @@ def test_the_share_of_attention():
 @pytest.mark.parametrize("family", ["ouro", "huginn"])
 def test_what_is_timed_is_a_full_launch_over_the_whole_context(family, engines, monkeypatch):
     """The engine's own trace tells what ran: W rows, one new position each over `context` old ones."""
-    create = step.CDBConfig
-    monkeypatch.setattr(step, "CDBConfig", lambda **settings: create(**settings, trace=True))
+    create = cells.CDBConfig
+    monkeypatch.setattr(cells, "CDBConfig", lambda **settings: create(**settings, trace=True))
     model, cell = RANDOM[family](), Cell(3, 20)
     measure_cell(model, cell)
     measure_cell(model, cell)
@@ -103,12 +105,25 @@ def test_the_floor_names_its_width(capsys):
     assert "add --width 1 for the floor of one row" in printed
 
 
+def test_one_context_has_no_cost_of_its_own(tmp_path, capsys):
+    small = ["--width", "1", "3", "--context", "4", "--turns", "1", "--json", str(tmp_path / "json")]
+    assert main(["bench", "step", "--model", "tiny-ouro", *small, "--save-costs", str(tmp_path / "costs")]) == 0
+    printed = capsys.readouterr().out
+    assert "A position of context costs" not in printed
+    assert "Several values of --context tell it" in printed
+    assert json.loads((tmp_path / "json").read_text())["summary"]["context_seconds"] is None
+    assert CostTable.load(tmp_path / "costs").loop.per_context == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--width", "4"], "width=4 alone gives no slope"),
         (["--width", "0", "4"], "width=0"),
         (["--turns", "0"], "turns=0"),
+        (["--seed", "99999999999999999999999"], "seed=99999999999999999999999: choose"),
+        (["--device", "foo"], "device='foo' cannot be used here"),
+        (["--save-costs", "/"], "save_costs='/' is a folder"),
         (["--memory", "0"], "memory=0.0: choose more than 0"),
         (["--memory", "0.00001"], "holds fewer than two widths of context 128"),
     ],

@@ -2,8 +2,10 @@ import json
 
 import pytest
 
+from hf_cdb.bench import systems
 from hf_cdb.bench.comparison import compare, prefill_adjusted_bound
-from hf_cdb.bench.systems import Run
+from hf_cdb.bench.models import load_model
+from hf_cdb.bench.systems import Run, differ_in_depth_alone
 from hf_cdb.bench.workloads import Workload
 from hf_cdb.cli import main
 from hf_cdb.stats import CDBStats
@@ -66,6 +68,53 @@ def test_no_shares_beside_a_reference_of_another_width_or_full_depth(width, full
     assert None not in (row["end_to_end_share"], row["prefill_adjusted_bound"])
 
 
+def test_no_bound_over_another_full_depth():
+    """Of two loops at most the bound is one over two loops, and the ratios beside it would be over four."""
+    launches = [("prelude", (0,), 1.0), ("loop", (0,), 4.0), ("coda", (0,), 1.0)] * 2
+    runs = {"full": [engine_run(20.0, 2, launches, full_depth=4)], "a=1": [engine_run(10.0, 2, launches)]}
+    row = compare("a=1", runs, Workload([[1]], [2], None))
+    assert row["flop_bound"] is None
+    assert row["speedup"].values == (2.0,)
+    assert compare("full", runs, Workload([[1]], [2], None))["flop_bound"] == pytest.approx(500 / 300)
+
+
+def test_no_shares_where_more_than_depth_is_set_otherwise():
+    launches = [("prelude", (0,), 1.0), ("loop", (0,), 4.0), ("coda", (0,), 1.0)] * 2
+    runs = {"full": [engine_run(20.0, 2, launches)], "a=1": [engine_run(10.0, 2, launches)]}
+    workload = Workload([[1]], [2], None)
+    assert compare("a=1", runs, workload)["decode_share"] is not None
+    row = compare("a=1", runs, workload, in_depth_alone=False)
+    assert row["decode_share"] is row["end_to_end_share"] is row["prefill_adjusted_bound"] is None
+    assert row["flop_bound"] == 1  # it says what the depths allow, whatever runs them
+
+
+@pytest.mark.parametrize(
+    ("changed", "alike"),
+    [
+        ({}, True),
+        ({"kv_policy": "shared", "min_coda_batch": 4}, True),
+        ({"prepack_weights": "auto"}, True),  # its default
+        ({"prepack_weights": False}, False),
+        ({"lookahead": 1}, False),  # what it hides of the host is no merit of depth
+        ({"compile": True, "max_num_seqs": 4}, False),
+    ],
+)
+def test_what_concerns_depth_alone(changed, alike):
+    assert differ_in_depth_alone({"exit_rule": "gate", **changed}, {"exit_rule": "never"}) == alike
+
+
+def test_the_reference_has_the_settings_that_do_not_concern_depth(monkeypatch):
+    """All but what needs exits."""
+    configs = []
+    monkeypatch.setattr(systems, "serve_engine", lambda model, workload, config: configs.append(config))
+    settings = {"prepack_weights": False, "lookahead": 1, "max_prefill_tokens": 8, "max_depth": 3}
+    exits = {"exit_rule": "gate", "exit_threshold": 0.5, "min_depth": 2, "min_coda_batch": 4}
+    systems.serve("full", load_model("tiny-ouro"), Workload([[1]], [2], None), 2, {**settings, **exits})
+    (config,) = configs
+    assert {name: getattr(config, name) for name in settings} == settings
+    assert (config.exit_rule, config.exit_threshold, config.min_depth, config.min_coda_batch) == ("never", None, 1, 1)
+
+
 SHORT = ["--width", "2", "--requests", "4", "--prompt", "2-3", "--new", "3-4", "--turns", "1"]
 
 
@@ -79,6 +128,11 @@ def test_the_command(tmp_path, capsys):
     content = json.loads((tmp_path / "a.json").read_text())
     assert len(content["workload"]["checksum"]) == 64
     assert (content["settings"]["mix"], content["settings"]["kv_policy"]) == ("shallow-heavy", "last_exited")
+    resolved = {name: content["settings"][name] for name in ("min_coda_batch", "lookahead", "exit_rule", "min_depth")}
+    assert resolved == {"min_coda_batch": 1, "lookahead": 0, "exit_rule": "replay", "min_depth": 1}
+    cdb = content["settings"]["cdb"]
+    assert (cdb["max_num_seqs"], cdb["max_depth"], cdb["prepack_weights"], cdb["quality"]) == (2, 4, "auto", None)
+    assert content["settings"]["longest"] is None  # there are no texts to cut
     rows = {row["system"]: row for row in content["systems"]}
     assert rows["cdb, refill"]["decode_share"]["median"] > 0
     assert rows["stock generate"]["tokens_as_full_depth"] == 1
@@ -114,6 +168,15 @@ def test_other_settings_are_compared_in_the_same_turns(tmp_path, capsys):
     )
 
 
+def test_lookahead_runs_replayed_depths_as_they_are(tmp_path):
+    path = tmp_path / "a.json"
+    given = ["--mix", "2:.5,4:.5", "--lookahead", "1", "--systems", "refill", "--json", str(path)]
+    assert main(["bench", "quick", "--model", "tiny-ouro", *SHORT, *given]) == 0
+    content = json.loads(path.read_text())
+    assert content["settings"]["lookahead"] == 1
+    assert content["systems"][1]["mean_depth"] == content["workload"]["mean_depth"]
+
+
 def _no_model(*arguments):
     raise AssertionError("the arguments could have been refused before")
 
@@ -125,6 +188,20 @@ def _no_model(*arguments):
         (["--also", "kv_policy"], "give a setting and its value"),
         (["--also", "refill=false"], "decides refill itself"),
         (["--also", "exit_threshold=0.5"], "Pass --mix live"),
+        (["--also", "kv_policy=["], "also='kv_policy=[': '[' is no value in YAML"),
+        (["--also", "token_limits=[2,2]"], "decides token_limits itself"),
+        (["--also", "quality=0.9"], "quality=0.9 has no meaning for depths that are replayed"),
+        (["--min-coda-batch", "2", "--systems", "stock"], "min_coda_batch=2 has no effect on systems=stock"),
+        (["--device", "foo"], "device='foo' cannot be used here"),
+        (["--device", "meta"], "device='meta' computes nothing"),
+        (["--json", "."], "json='.' is a folder"),
+        (["--record", "."], "record='.' is a folder"),
+        (["--longest", "5"], "longest='5' has no effect without --data"),
+        (["--data-layout", "arxiv"], "data_layout='arxiv' has no effect without --data"),
+        (["--lengths", "a.json", "--new", "xyz"], "new='xyz' has no effect beside --lengths"),
+        (["--trace", "a.json", "--prompt", "100"], "prompt='100' has no effect beside --trace"),
+        (["--requests", "100000000"], "requests=100000000: choose at least 1 and at most"),
+        (["--mix", "1:.4,1:.6"], "names depth 1 twice"),
         (["--width", "0"], "width=0"),
         (["--turns", "0"], "turns=0"),
         (["--also", "kv_policy=nonsense"], "kv_policy='nonsense' is unknown"),

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from hf_cdb.bench.conversations import read_conversations
 from hf_cdb.bench.lengths import draw_lengths, read_lengths
@@ -108,7 +108,24 @@ class TestLengths:
         assert numpy.log(drawn).std() == pytest.approx(0.5, rel=0.1)
         assert max(drawn) == 300
 
-    @pytest.mark.parametrize("spec", ["0", "5-3", "x", "", "lognormal:100", "lognormal:100:0:300", "lognormal:9:1:5"])
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            "0",
+            "5-3",
+            "x",
+            "",
+            "lognormal:100",
+            "lognormal:100:0:300",
+            "lognormal:9:1:5",
+            "16-",
+            "-16",
+            "1-2-3",
+            "lognormal:8:1000:inf",
+            "lognormal:8:inf:9",
+            "100000000",
+        ],
+    )
     def test_refusals(self, spec):
         with pytest.raises(ValueError, match="give a number of tokens"):
             draw_lengths(spec, 3, rng())
@@ -175,6 +192,35 @@ class TestConversations:
         with pytest.raises(ValueError, match=r"is no JSON.*end in \.jsonl"):
             read_conversations(path)
 
+    @pytest.mark.parametrize(
+        "broken",
+        [
+            {"conversations": ["hi", "there"]},
+            {"conversations": "text"},
+            {"conversations": [{"from": ["x"], "value": "a"}, {"from": "gpt", "value": "b"}]},
+            {"conversations": None},
+            {"id": 3},
+            None,
+        ],
+    )
+    def test_records_of_another_form_are_left_out(self, broken, tmp_path):
+        """Also the first one, whose fields would tell the layout."""
+        path = tmp_path / "data.jsonl"
+        path.write_text("\n".join(map(json.dumps, [broken, *RECORDS["sharegpt"]])))
+        assert read_conversations(path) == PAIRS["sharegpt"]
+
+    def test_files_of_another_form_say_what_is_wrong(self, tmp_path):
+        path = tmp_path / "data.jsonl"
+        path.write_text('{"instruction": "a", "output": "b"}\n\n{"instruction": \n')
+        with pytest.raises(ValueError, match=r"line 3 of data=.*is no JSON"):
+            read_conversations(path)
+        path.write_bytes(b"\xff\xfe")
+        with pytest.raises(ValueError, match=r"data=.*is no text in UTF-8"):
+            read_conversations(path)
+        DatasetDict({"train": Dataset.from_list(RECORDS["alpaca"])}).save_to_disk(tmp_path / "parts")
+        with pytest.raises(ValueError, match=r"several data sets\. Name the folder of one in it: train"):
+            read_conversations(tmp_path / "parts")
+
     def test_a_workload_of_texts(self, tmp_path):
         path = tmp_path / "data.json"
         path.write_text(json.dumps([{"article": "abc " * 40, "abstract": "In the beginning"}] * 3))
@@ -214,6 +260,15 @@ class TestWorkloads:
         made = Workload([[1, 2]], [2], [[4, 1]])
         assert made.checksum() == "1f9f4292ac7c990b0b3af133bbcfb8fcfb72e38ab75704578f28a5816e2386e8"
 
+    def test_requests_of_a_file_are_read_from_any_on(self, tmp_path):
+        path = tmp_path / "lengths.json"
+        path.write_text("[[3, 5], [2, 8], [1, 1]]")
+        parser = argparse.ArgumentParser()
+        add_workload_arguments(parser)
+        arguments = parser.parse_args(["--lengths", str(path)], argparse.Namespace(seed=0))
+        assert make_workload(arguments, 6, 4, 50, skip=1).new_tokens == [8, 1]
+        assert len(make_workload(arguments, 6, 4, 50, skip=3)) == 0
+
     def test_live(self):
         assert workload("--mix", "live").depths is None
 
@@ -233,6 +288,11 @@ class TestWorkloads:
             ([1], "no record of depths"),
             ({"prompts": [[1]], "depths": [[8, 1]]}, "does not have this one's 4 loops"),
             ({"prompts": [[1]], "depths": [[4, 5]]}, "does not have this one's 4 loops"),
+            ({"prompts": [["a"]], "depths": [[4]]}, "no record of depths"),
+            ({"prompts": [[2.5]], "depths": [[4]]}, "no record of depths"),
+            ({"prompts": [[1]], "depths": [[4, 1.5]]}, "no record of depths"),
+            ({"prompts": "a", "depths": [[4]]}, "no record of depths"),
+            ({"prompts": [[]], "depths": [[4]]}, "no record of depths"),
             ({"prompts": [[50]], "depths": [[4, 1]]}, "beyond the model's vocabulary of 50"),
         ],
     )

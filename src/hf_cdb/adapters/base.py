@@ -144,6 +144,13 @@ class LoopAdapter(ABC):
         """Parameters of the layers after the loop and the head; default all that run once."""
         return self.parameter_counts()[0]
 
+    def coda_layers_share(self) -> float:
+        """Of the parameters after the loop, those that every token of a prompt runs; the head runs on its last one."""
+        if not self.coda_layers:
+            return 0.0
+        head = count_parameters(self.model.get_output_embeddings())
+        return max(0.0, 1 - head / self.coda_parameter_count())
+
 
 def count_parameters(*modules: nn.Module | None) -> int:
     """Parameters of `modules`, each counted once a module."""

@@ -8,7 +8,9 @@ Two measures, which are never mixed:
   (arXiv 2608.09444): `1 / (P + (1 - P) w)` with `w = (1 / s - f) / (1 - f)`, where P is the share of prefill in the
   time of the full-depth run, f the share of first tokens and s the FLOP bound.
 
-A system with another W or full depth than the full-depth run has ratios, but neither share and no bound of a whole run.
+A system that differs from the full-depth run in more than depth, by its W, its full depth or settings such as
+`prepack_weights`, has ratios, but neither share and no bound of a whole run; one of another full depth has no FLOP
+bound either.
 """
 
 from typing import Any
@@ -30,15 +32,16 @@ FIGURES = (
     "end_to_end_share",
     "steady_speedup",
 )
-# Of one W and one full depth: a launch costs by its width, so at another W they would compare widths and not depths.
+# Of systems that differ in depth alone: at another W, say, they would compare widths and not depths.
 SHARES = ("decode_share", "prefill_adjusted_bound", "end_to_end_share")
 
 
-def compare(name: str, runs: dict[str, list[Run]], workload: Workload) -> dict[str, Any]:
+def compare(name: str, runs: dict[str, list[Run]], workload: Workload, in_depth_alone: bool = True) -> dict[str, Any]:
     """The figures of one system, ready for the table and the JSON; those of launches where launches were timed.
 
     Args:
         runs: by system its runs, one per turn; "full" among them.
+        in_depth_alone: whether the settings differ from those of "full" in nothing but depth.
     """
     own, full = runs[name], runs["full"]
     label = SYSTEMS.get(name, f"{SYSTEMS['refill']}, {name}")
@@ -53,6 +56,9 @@ def compare(name: str, runs: dict[str, list[Run]], workload: Workload) -> dict[s
     if stats is None:
         return row
     row |= {"mean_depth": stats.mean_depth, "flop_bound": stats.flop_bound, "occupancy": stats.occupancy}
+    reference = full[-1].stats
+    if stats.full_depth != reference.full_depth:
+        row["flop_bound"] = None  # it is one over the own full depth, and the ratios are over that of "full"
     row |= {"kv_bytes": stats.kv_bytes, "kv_bytes_outer": stats.kv_bytes_outer, "stats": stats.to_dict()}
     if stats.trace is None:
         return row
@@ -61,8 +67,8 @@ def compare(name: str, runs: dict[str, list[Run]], workload: Workload) -> dict[s
     if name != "full":
         pairs = [_against_full(mine, theirs) for mine, theirs in zip(own, full, strict=True)]
         row |= {figure: Spread.of(pair[figure] for pair in pairs) for figure in FIGURES}
-        reference = full[-1].stats
-        if (stats.max_num_seqs, stats.full_depth) != (reference.max_num_seqs, reference.full_depth):
+        alike = (stats.max_num_seqs, stats.full_depth) == (reference.max_num_seqs, reference.full_depth)
+        if not (alike and in_depth_alone):
             row |= dict.fromkeys(SHARES)
     return row
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from datasets import load_from_disk
+from datasets import DatasetDict, load_from_disk
 
 from .json_file import read_json
 
@@ -26,7 +26,7 @@ def read_conversations(path: Path, layout: str | None = None) -> list[tuple[str,
     """Pairs (prompt, answer), in the order of the file; records without one of the two are left out.
 
     Args:
-        layout: "sharegpt", "alpaca" or "arxiv"; None finds out by the fields of the first record.
+        layout: "sharegpt", "alpaca" or "arxiv"; None finds out by the fields of the first record that has one's.
 
     Raises:
         FileNotFoundError: no such file.
@@ -34,12 +34,12 @@ def read_conversations(path: Path, layout: str | None = None) -> list[tuple[str,
     """
     records = _records(path)
     if layout is None:
-        fields = set(records[0]) if records else set()
-        found = [name for name, (needed, _) in LAYOUTS.items() if needed <= fields]
-        if not found:
+        found = (name for record in records for name, (needed, _) in LAYOUTS.items() if needed <= record.keys())
+        layout = next(found, None)
+        if layout is None:
+            fields = sorted(map(str, records[0])) if records else []
             known = "; ".join(f"{name}: {', '.join(sorted(needed))}" for name, (needed, _) in LAYOUTS.items())
-            raise ValueError(f"data={str(path)!r}: its records have the fields {sorted(fields)}. Known are {known}.")
-        layout = found[0]
+            raise ValueError(f"data={str(path)!r}: its records have the fields {fields}. Known are {known}.")
     pairs = [LAYOUTS[layout][1](record) for record in records]
     pairs = [pair for pair in pairs if all(isinstance(text, str) and text.strip() for text in pair)]
     if not pairs:
@@ -49,19 +49,28 @@ def read_conversations(path: Path, layout: str | None = None) -> list[tuple[str,
 
 def _records(path: Path) -> list[dict[str, Any]]:
     if path.is_dir():
-        return list(load_from_disk(str(path)))
+        saved = load_from_disk(str(path))
+        if isinstance(saved, DatasetDict):
+            parts = ", ".join(saved)
+            raise ValueError(f"data={str(path)!r} holds several data sets. Name the folder of one in it: {parts}.")
+        return list(saved)
     records = read_json(path, "data")
-    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+    if not isinstance(records, list):
         raise ValueError(f"data={str(path)!r} is no list of records.")
-    return records
+    return [record for record in records if isinstance(record, dict)]
 
 
 def _sharegpt(record: dict[str, Any]) -> tuple[Any, Any]:
-    turns = record.get("conversations") or []
-    for turn, answer in pairwise(turns):
-        if _SPEAKERS.get(turn.get("from")) == "human" and _SPEAKERS.get(answer.get("from")) == "gpt":
+    turns = record.get("conversations")
+    for turn, answer in pairwise(turns if isinstance(turns, list) else []):
+        if (_speaker(turn), _speaker(answer)) == ("human", "gpt"):
             return turn.get("value"), answer.get("value")
     return None, None
+
+
+def _speaker(turn: Any) -> str | None:
+    name = turn.get("from") if isinstance(turn, dict) else None
+    return _SPEAKERS.get(name) if isinstance(name, str) else None
 
 
 def _alpaca(record: dict[str, Any]) -> tuple[Any, Any]:

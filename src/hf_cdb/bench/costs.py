@@ -3,25 +3,17 @@
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy
-
-from ..trace import STAGES, TracedLaunch
+from ..trace import STAGES
 from .json_file import read_json
 
-__all__ = ["CostTable", "StageCost", "width_of"]
+__all__ = ["UNTOLD", "CostTable", "StageCost", "coda_width"]
 
-_SEGMENTS = 8  # of a fitted line, where the launches have as many different widths
-_ROUNDS = 20  # of reweighting, until outliers have lost their weight
-
-
-def width_of(launch: TracedLaunch) -> int:
-    """What a launch's cost goes by: its tokens; for the coda its rows, for the head runs on one token of each."""
-    return launch.width if launch.stage == "coda" else launch.tokens
+UNTOLD = "context_untold"  # under which `CostTable.about` names the stages whose context has no cost of its own
 
 
 @dataclass(frozen=True)
@@ -31,7 +23,7 @@ class StageCost:
     Below the first width a launch costs what that one does, the floor; beyond the last it goes on as before it.
 
     Attributes:
-        widths: at least two, increasing, from 1 on; see `width_of`.
+        widths: at least two, increasing, from 1 on; see `CostTable.width`.
         seconds: of a launch of each, positive and nowhere decreasing.
         per_context: seconds for each position that the rows attend to.
 
@@ -80,6 +72,8 @@ class CostTable:
             it spend while the device computes; `hf-cdb bench overhead` measures them. 0 where the stages' seconds are
             those of whole steps.
         about: where the figures come from, for people.
+        coda_layers_share: of the coda's parameters, those of its layers, which every token of a prompt runs; the head
+            runs on one token a row. 0 where the coda has no layers.
 
     Raises:
         ValueError: a value out of its range.
@@ -92,6 +86,7 @@ class CostTable:
     host_per_launch: float = 0.0
     host_per_row: float = 0.0
     about: Mapping[str, Any] = field(default_factory=dict)
+    coda_layers_share: float = 0.0
 
     def __post_init__(self) -> None:
         if isinstance(self.full_depth, bool) or not isinstance(self.full_depth, int) or self.full_depth < 1:
@@ -99,13 +94,44 @@ class CostTable:
         for name in ("host_per_launch", "host_per_row"):
             if not _is_number(getattr(self, name)) or getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: give seconds, 0 or more.")
+        if not isinstance(self.about, Mapping):
+            raise ValueError(f"about={self.about!r}: give names and what to know, such as {{'model': 'tiny-ouro'}}.")
+        share = self.coda_layers_share
+        if not _is_number(share) or not 0 <= share <= 1:
+            raise ValueError(f"coda_layers_share={share!r}: give a share of the coda's parameters, from 0 to 1.")
 
-    def __call__(self, stage: str, width: int, rows: int, context: int, overlapped: bool = False) -> float:
+    def width(self, stage: str, tokens: int, ending: int) -> float:
+        """What the cost of a launch goes by: its tokens; for the coda tokens of the layers and rows of the head, by
+        their shares of its parameters.
+
+        Args:
+            stage: "prelude", "loop" or "coda".
+            tokens: positions that run.
+            ending: rows that get a token.
+        """
+        return coda_width(tokens, ending, self.coda_layers_share) if stage == "coda" else tokens
+
+    @property
+    def caveat(self) -> str | None:
+        """What to know before the table is used for other requests than those that it was fitted to."""
+        untold = self.about.get(UNTOLD)
+        if not untold:
+            return None
+        return (
+            f"Costs of {', '.join(untold)}: the context rose with the width in every launch, so what it costs by "
+            "itself is unknown. It is in the seconds of the widths, which hold at such contexts only."
+        )
+
+    def tells_context(self, stage: str) -> bool:
+        """Whether the launches that the table was fitted to tell what the context of a stage costs."""
+        return stage not in self.about.get(UNTOLD, ())
+
+    def __call__(self, stage: str, width: float, rows: int, context: int, overlapped: bool = False) -> float:
         """Seconds of a launch.
 
         Args:
             stage: "prelude", "loop" or "coda".
-            width: see `width_of`.
+            width: see `width`.
             rows: for the host.
             context: positions that the rows attend to, in all.
             overlapped: the host works while the device computes, so that the slower one counts.
@@ -113,29 +139,6 @@ class CostTable:
         device = getattr(self, stage)(width, context)
         host = self.host_per_launch + self.host_per_row * rows
         return max(device, host) if overlapped else device + host
-
-    @classmethod
-    def fit(
-        cls, launches: Iterable[TracedLaunch], full_depth: int, about: Mapping[str, Any] | None = None
-    ) -> "CostTable":
-        """The table that explains launches which were run: robust least squares.
-
-        Raises:
-            ValueError: a stage did not run at two different widths.
-        """
-        launches = list(launches)
-        stages = {}
-        for stage in STAGES:
-            own = [launch for launch in launches if launch.stage == stage]
-            try:
-                stages[stage] = fit_stage(
-                    [width_of(launch) for launch in own],
-                    [launch.context for launch in own],
-                    [launch.duration for launch in own],
-                )
-            except ValueError as error:
-                raise ValueError(f"{stage}: {error}") from None
-        return cls(full_depth, **stages, about=dict(about or {}))
 
     def save(self, path: Path) -> None:
         """Write the table as JSON. Folders on the way are made."""
@@ -161,46 +164,9 @@ class CostTable:
             ) from error
 
 
-def fit_stage(widths: list[int], contexts: list[int], seconds: list[float]) -> StageCost:
-    """A stage's costs from launches that were timed: the line between their widths, or between quantiles of them where
-    they are many, and the slope of the context. Least squares of the relative residuals, outliers counting little.
-
-    Raises:
-        ValueError: fewer than two different widths.
-    """
-    if len(set(widths)) < 2:
-        raise ValueError(
-            f"launches of {len(set(widths))} different widths: two at least give a line. Time more, of other widths."
-        )
-    x, context, y = (numpy.asarray(values, float) for values in (widths, contexts, seconds))
-    knots = numpy.unique(x)
-    if len(knots) > _SEGMENTS + 1:
-        knots = numpy.unique(numpy.quantile(x, numpy.linspace(0, 1, _SEGMENTS + 1), method="nearest"))
-    # Column k is 1 at knot k, 0 at the others, and linear between: its factor is the seconds at the knot.
-    columns = [numpy.interp(x, knots, row) for row in numpy.eye(len(knots))]
-    factors = _robust(numpy.stack([*columns, context], axis=1), y)
-    if factors[-1] < 0 or numpy.ptp(context) == 0:
-        factors = numpy.append(_robust(numpy.stack(columns, axis=1), y), 0.0)
-    # What noise puts below a narrower launch, or below nothing, costs as much as that one.
-    values = numpy.maximum.accumulate(numpy.maximum(factors[:-1], y.min() / 2))
-    return StageCost(tuple(knots.astype(int).tolist()), tuple(values.tolist()), float(factors[-1]))
-
-
-def _robust(columns: numpy.ndarray, y: numpy.ndarray) -> numpy.ndarray:
-    """Factors of the columns that give `y`: least squares reweighted by what they give (relative residuals) and by how
-    far off a value is (Huber 1964)."""
-    scale = numpy.maximum(numpy.abs(columns).max(axis=0), 1e-300)
-    weights = numpy.ones_like(y)
-    for _ in range(_ROUNDS):
-        factors, *_ = numpy.linalg.lstsq(columns / scale * weights[:, None], y * weights, rcond=None)
-        given = columns / scale @ factors
-        # By what is given and not by what was seen: that would favour launches that noise made short.
-        given = numpy.maximum(given, y.min() / 2)
-        residuals = numpy.abs(y / given - 1)
-        # 1.345 standard deviations, which is 1.4826 times the median residual for normal noise.
-        limit = max(1.345 * 1.4826 * float(numpy.median(residuals)), 1e-9)
-        weights = numpy.sqrt(numpy.minimum(1.0, limit / numpy.maximum(residuals, 1e-12))) / given
-    return factors / scale
+def coda_width(tokens: int, ending: int, layers_share: float) -> float:
+    """The width of a launch of the coda, see `CostTable.width`."""
+    return ending + layers_share * (tokens - ending)
 
 
 def _is_number(value: Any) -> bool:

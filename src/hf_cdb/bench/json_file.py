@@ -17,12 +17,21 @@ def read_json(path: Path, argument: str) -> Any:
         FileNotFoundError: no such file.
         ValueError: it is no JSON.
     """
-    text = path.read_text(encoding="utf-8")
     try:
-        if path.suffix == ".jsonl":
-            return [json.loads(line) for line in text.splitlines() if line.strip()]
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{argument}={str(path)!r} is no text in UTF-8: {error}.") from None
+    if path.suffix == ".jsonl":
+        return [
+            _parse(line, f"line {number} of {argument}={str(path)!r}")
+            for number, line in enumerate(text.split("\n"), start=1)
+            if line.strip()
+        ]
+    return _parse(text, f"{argument}={str(path)!r}")
+
+
+def _parse(text: str, place: str) -> Any:
+    try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{argument}={str(path)!r} is no JSON: {error}. Files of a record a line end in .jsonl."
-        ) from None
+        raise ValueError(f"{place} is no JSON: {error}. Files of a record a line end in .jsonl.") from None

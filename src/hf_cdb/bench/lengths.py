@@ -9,6 +9,8 @@ from .json_file import read_json
 
 __all__ = ["draw_lengths", "read_lengths"]
 
+_LONGEST = 10_000_000  # tokens: beyond every model's context
+
 
 def draw_lengths(spec: str, count: int, rng: numpy.random.Generator) -> list[int]:
     """Lengths of at least 1.
@@ -24,18 +26,17 @@ def draw_lengths(spec: str, count: int, rng: numpy.random.Generator) -> list[int
     try:
         if spec.startswith("lognormal:"):
             median, sigma, most = (float(part) for part in spec.split(":")[1:])
-            if not (median >= 1 and sigma > 0 and most >= median):
+            if not (1 <= median <= most <= _LONGEST and 0 < sigma < math.inf):
                 raise ValueError
             drawn = rng.lognormal(math.log(median), sigma, size=count)
             return numpy.clip(numpy.rint(drawn), 1, most).astype(int).tolist()
-        least, _, most = spec.partition("-")
-        first, last = int(least), int(most or least)
-        if not 1 <= first <= last:
+        first, last = (int(part) for part in (spec.split("-") if "-" in spec else (spec, spec)))
+        if not 1 <= first <= last <= _LONGEST:
             raise ValueError
     except ValueError:
         raise ValueError(
             f"length {spec!r}: give a number of tokens such as 64, a range such as 16-64, or "
-            "lognormal:MEDIAN:SIGMA:MOST, such as lognormal:128:0.8:1024."
+            f"lognormal:MEDIAN:SIGMA:MOST, such as lognormal:128:0.8:1024; at most {_LONGEST}."
         ) from None
     return rng.integers(first, last, size=count, endpoint=True).tolist()
 

@@ -73,7 +73,7 @@ def depth_shares(mix: str, full_depth: int) -> dict[int, float]:
 
 def _free(mix: str, full_depth: int | None = None) -> dict[int, float]:
     try:
-        shares = {int(depth): float(share) for depth, share in (pair.split(":") for pair in mix.split(","))}
+        pairs = [(int(depth), float(share)) for depth, share in (pair.split(":") for pair in mix.split(","))]
     except ValueError:
         near = difflib.get_close_matches(mix, MIXES, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
@@ -81,6 +81,10 @@ def _free(mix: str, full_depth: int | None = None) -> dict[int, float]:
             f"mix={mix!r} is no mix of depths.{hint} Name one of {', '.join(MIXES)}, or give depths and shares, such "
             "as 1:.4,2:.3,4:.3."
         ) from None
+    shares = dict(pairs)
+    if len(shares) < len(pairs):
+        twice = next(depth for depth in shares if sum(depth == other for other, _ in pairs) > 1)
+        raise ValueError(f"mix={mix!r} names depth {twice} twice. Give each depth one share.")
     wrong = [depth for depth in shares if depth < 1 or (full_depth is not None and depth > full_depth)]
     if wrong:
         loops = "from 1 on" if full_depth is None else f"1 to {full_depth}"

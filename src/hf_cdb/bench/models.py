@@ -12,7 +12,7 @@ from ..checkpoints import tiny_checkpoint
 from ..generation import enable_cdb
 from ..models import HuginnConfig, OuroConfig
 
-__all__ = ["RANDOM", "add_model_arguments", "load_model", "load_tokenizer", "plain_generation"]
+__all__ = ["RANDOM", "add_model_arguments", "check_device", "load_model", "load_tokenizer", "plain_generation"]
 
 EMBEDDED = ("tiny-ouro", "tiny-huginn")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -59,6 +59,21 @@ def add_model_arguments(parser: argparse.ArgumentParser, default: str = "random-
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default %(default)s)")
     parser.add_argument("--device", default="cpu", help="where it runs, such as cuda (default %(default)s)")
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that is not here.
+
+    Raises:
+        ValueError: no device of PyTorch, or one that it cannot use on this machine.
+    """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError) as error:  # each backend has its own way to say no
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ValueError(f"device={device!r} cannot be used here: {reason}. Choose another, such as cpu.") from error
+    if torch.device(device).type == "meta":
+        raise ValueError(f"device={device!r} computes nothing. Choose another, such as cpu.")
 
 
 def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:

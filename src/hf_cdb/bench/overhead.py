@@ -24,7 +24,16 @@ from ..request import Request
 from ..trace import STAGES
 from .null_model import NullAdapter, NullSampler
 from .part_clock import PartClock
-from .report import Report, add_output_arguments, add_run_arguments, check_plot, markdown_table, save_plot, set_threads
+from .report import (
+    Report,
+    add_output_arguments,
+    add_run_arguments,
+    check_outputs,
+    check_seed,
+    markdown_table,
+    save_plot,
+    set_threads,
+)
 
 __all__ = ["PARTS", "Fit", "add_arguments", "fit_line", "measure", "measure_requests", "run"]
 
@@ -159,7 +168,8 @@ def run(arguments: argparse.Namespace) -> dict:
         raise ValueError(f"depth={arguments.depth}: at depth 1 no rule is asked. Choose at least 2.")
     if min(arguments.rows) < 1 or len(set(arguments.rows)) < 2:
         raise ValueError(f"rows={arguments.rows}: choose two different positive widths at least.")
-    check_plot(arguments.plot)
+    check_seed(arguments.seed)
+    check_outputs(json=arguments.json, plot=arguments.plot)
     set_threads(arguments.threads)
     sizes = {name: getattr(arguments, name) for name in ("launches", "prompt", "hidden", "depth", "seed")}
     medians = [entry for rows in sorted(set(arguments.rows)) for entry in _medians(rows, measure(rows, **sizes))]

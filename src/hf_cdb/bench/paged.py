@@ -8,16 +8,18 @@ layer `t * core layers + l` (loops from 0).
 import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig, PreTrainedModel
+from transformers.generation.continuous_batching.requests import GenerationOutput
 from transformers.modeling_outputs import CausalLMOutput
 
 from ..adapters import LoopAdapter, adapter_for
 
-__all__ = ["generate_paged"]
+__all__ = ["generate_paged", "last_outputs", "paged_manager"]
 
 PAGE = 32  # positions
 
@@ -34,7 +36,20 @@ def generate_paged(
     Raises:
         RuntimeError: a request failed.
     """
-    view = _fixed_depth(model)
+    with paged_manager(model, prompts, new_tokens, width) as manager:
+        begin = time.perf_counter()
+        for index, (prompt, new) in enumerate(zip(prompts, new_tokens, strict=True)):
+            manager.add_request(list(prompt), request_id=str(index), max_new_tokens=new)
+        outputs = last_outputs(manager, len(prompts))
+        seconds = time.perf_counter() - begin
+    return [output.generated_tokens for output in outputs], seconds
+
+
+@contextmanager
+def paged_manager(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], new_tokens: Sequence[int], width: int
+) -> Iterator[Any]:
+    """The library's manager, greedy, at full depth and without ends of sequence, sized to these requests."""
     longest = max(len(prompt) + new for prompt, new in zip(prompts, new_tokens, strict=True))
     config = ContinuousBatchingConfig(
         page_size=PAGE,
@@ -45,24 +60,29 @@ def generate_paged(
     )
     settings = copy.deepcopy(model.generation_config)
     settings.update(do_sample=False, eos_token_id=-1)
-    outputs = {}
-    with view.continuous_batching_context_manager(
+    with _fixed_depth(model).continuous_batching_context_manager(
         generation_config=settings, continuous_batching_config=config, timeout=5
     ) as manager:
-        begin = time.perf_counter()
-        for index, (prompt, new) in enumerate(zip(prompts, new_tokens, strict=True)):
-            manager.add_request(list(prompt), request_id=str(index), max_new_tokens=new)
-        while len(outputs) < len(prompts):
-            output = manager.get_result(timeout=1)
-            if output is None:
-                if not manager.is_running():
-                    raise RuntimeError("generate_batch stopped before all requests were finished; its log says why.")
-            elif output.error is not None:
-                raise RuntimeError(f"generate_batch failed on request {output.request_id}: {output.error}")
-            elif output.is_finished():
-                outputs[output.request_id] = output.generated_tokens
-        seconds = time.perf_counter() - begin
-    return [outputs[str(index)] for index in range(len(prompts))], seconds
+        yield manager
+
+
+def last_outputs(manager: Any, requests: int) -> list[GenerationOutput]:
+    """The last outputs of requests "0", "1", ..., whichever manager runs them.
+
+    Raises:
+        RuntimeError: one failed, or the manager has ended.
+    """
+    outputs: dict[str, GenerationOutput] = {}
+    while len(outputs) < requests:
+        output = manager.get_result(timeout=1)
+        if output is None:
+            if not manager.is_running():
+                raise RuntimeError("the manager stopped before all requests were finished; its log says why.")
+        elif output.error is not None:
+            raise RuntimeError(f"the manager failed on request {output.request_id}: {output.error}")
+        elif output.is_finished():
+            outputs[output.request_id] = output
+    return [outputs[str(index)] for index in range(requests)]
 
 
 def _fixed_depth(model: PreTrainedModel) -> PreTrainedModel:

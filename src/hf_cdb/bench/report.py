@@ -19,16 +19,19 @@ __all__ = [
     "Report",
     "add_output_arguments",
     "add_run_arguments",
+    "check_outputs",
     "check_plot",
+    "check_seed",
     "environment",
     "markdown_table",
     "model_sizes",
+    "rate_text",
     "save_plot",
     "set_threads",
 ]
 
 # Not settings of the benchmark: what the command line needs, and where the results go.
-_NOT_SETTINGS = ("run", "group", "command", "traceback", "json", "plot")
+_NOT_SETTINGS = ("run", "group", "command", "traceback", "json", "plot", "default_of")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +55,16 @@ def set_threads(threads: int) -> None:
     if threads < 1:
         raise ValueError(f"threads={threads}: choose at least 1.")
     torch.set_num_threads(threads)
+
+
+def check_seed(seed: int) -> None:
+    """Refuse what seeds no generator of numbers.
+
+    Raises:
+        ValueError: a negative seed, or one of more than 63 bits.
+    """
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed}: choose at least 0 and less than 2**63.")
 
 
 def environment() -> dict[str, Any]:
@@ -118,6 +131,11 @@ def _cell(value: Any, form: str) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else format(value, form)
+
+
+def rate_text(rate: float | None) -> str | None:
+    """Tokens per second for a table: whole ones, or of a slow model three digits."""
+    return None if rate is None else f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 class Report:
@@ -187,9 +205,42 @@ def save_plot(path: Path | None, draw: Callable[[Any, Any], None], panels: int =
     figure.savefig(path, dpi=dpi)
 
 
+def check_outputs(**paths: Path | None) -> None:
+    """Refuse files that could not be written in the end, before minutes of measuring.
+
+    Args:
+        paths: by argument the file that it names; a `plot` is also held to what `save_plot` asks.
+
+    Raises:
+        ValueError: a folder, a place that nothing can be written to, two arguments that name one file, or no picture.
+    """
+    named: dict[Path, str] = {}
+    for name, path in paths.items():
+        if path is None:
+            continue
+        _check_writable(name, path)
+        other = named.setdefault(path.resolve(), name)
+        if other != name:
+            raise ValueError(f"{other} and {name} both name {str(path)!r}. Give each a file of its own.")
+    check_plot(paths.get("plot"))
+
+
+def _check_writable(name: str, path: Path) -> None:
+    if path.is_dir():
+        raise ValueError(f"{name}={str(path)!r} is a folder. Name a file, such as {str(path / name)!r}.")
+    place = path
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if place != path and not place.is_dir():
+        raise ValueError(f"{name}={str(path)!r}: {str(place)!r} is a file, and no folder. Name another place.")
+    if not os.access(place, os.W_OK):
+        raise ValueError(f"{name}={str(path)!r}: nothing can be written to {str(place)!r}. Name another place.")
+
+
 def check_plot(path: Path | None) -> None:
     """Raise what `save_plot` would, before minutes of measuring."""
     if path is not None:
+        _check_writable("plot", path)
         _subplots(path, 1)
 
 

@@ -9,11 +9,12 @@ from typing import Any
 
 from .costs import CostTable
 from .mixes import MIXES, check_mix, default_mix
-from .report import Report, markdown_table
+from .report import Report, check_outputs, check_seed, markdown_table
 from .served import PERCENTILES, Served
 from .serving import draw_arrivals
 from .simulation import Settings, simulate
 from .traffic import Traffic, TrafficClass, draw_traffic
+from .workloads import check_count
 
 __all__ = ["add_arguments", "run"]
 
@@ -111,10 +112,13 @@ def run(arguments: argparse.Namespace) -> dict:
 
 def _check(arguments: argparse.Namespace) -> None:
     least = {"requests": 1, "width": 1, "chunk": 1, "max_prefill_tokens": 0, "kv_positions": 1, "max_overtakes": 0}
-    for name, smallest in {**least, "ageing": 1, "seed": 0}.items():
+    for name, smallest in {**least, "ageing": 1}.items():
         value = getattr(arguments, name)
         if value is not None and min(value if isinstance(value, list) else [value]) < smallest:
             raise ValueError(f"{name}={value}: choose at least {smallest}.")
+    check_count("requests", arguments.requests)
+    check_seed(arguments.seed)
+    check_outputs(json=arguments.json)
     if arguments.rate is not None and not 0 < arguments.rate < float("inf"):
         raise ValueError(f"rate={arguments.rate}: choose a positive number.")
     if any(arguments.max_overtakes) and arguments.kv_positions is None:
@@ -136,7 +140,7 @@ def _by_class(served: Served, traffic: Traffic, classes: Sequence[TrafficClass])
         missed = None
         if one.deadline is not None:
             missed = sum(not served.finished[key] <= traffic.deadlines[key] for key in keys) / len(keys)
-        found.append({"class": one.name, "requests": len(keys), "missed": missed, **served.waits(keys)})
+        found.append({"class": one.name, "requests": len(keys), "missed": missed, **served.distributions(keys)})
     return found
 
 

@@ -1,5 +1,6 @@
 """What became of requests that were served, in a simulation or for real, and what users would say of it."""
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,12 +25,12 @@ class Served:
         admitted: start of its first launch; NaN, as all times below, where that never came.
         first: when its first token was there.
         finished: when its last one was.
-        gaps: of each the seconds between tokens that follow each other.
         new_tokens: how many it got.
         launches: how many of each stage.
         row_loops: rows that ran, summed over the launches of the loop.
         seconds: when the last launch ended.
         tokens_at: (time, tokens) of every launch of the coda that gave any.
+        gaps: times between one token of a request and its next, a list for each request.
     """
 
     max_num_seqs: int
@@ -38,17 +39,34 @@ class Served:
     admitted: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
     finished: list[float] = field(default_factory=list)
-    gaps: list[list[float]] = field(default_factory=list)
     launches: Counter = field(default_factory=Counter)
     row_loops: int = 0
     seconds: float = 0.0
     tokens_at: list[tuple[float, int]] = field(default_factory=list)
+    gaps: list[list[float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._latest = [float("nan")] * len(self.arrivals)  # token of each request
         for times in (self.admitted, self.first, self.finished):
-            times += [float("nan")] * len(self.arrivals)
+            times += self._latest
         self.gaps += [[] for _ in self.arrivals]
-        self._last = [0.0] * len(self.arrivals)  # when its last token so far was there
+
+    @classmethod
+    def from_tokens(
+        cls,
+        max_num_seqs: int,
+        arrivals: Sequence[float],
+        admitted: Sequence[float],
+        tokens: Sequence[Sequence[float]],
+    ) -> "Served":
+        """What is known from outside, where launches do not show: when requests started, and when each token came."""
+        served = cls(max_num_seqs, arrivals, list(map(len, tokens)))
+        served.admitted = list(admitted)
+        served.first, served.finished = [times[0] for times in tokens], [times[-1] for times in tokens]
+        served.seconds = max(served.finished)
+        served.tokens_at = [(when, 1) for when in sorted(when for times in tokens for when in times)]
+        served.gaps = [[after - before for before, after in itertools.pairwise(times)] for times in tokens]
+        return served
 
     def record(
         self, launch: Launch, began: float, ended: float, tokens: Sequence[int], finished: Sequence[int]
@@ -75,8 +93,8 @@ class Served:
             if self.first[key] != self.first[key]:
                 self.first[key] = ended
             else:
-                self.gaps[key].append(ended - self._last[key])
-            self._last[key] = ended
+                self.gaps[key].append(ended - self._latest[key])
+            self._latest[key] = ended
         for key in finished:
             self.finished[key] = ended
 
@@ -85,9 +103,10 @@ class Served:
         return sum(self.new_tokens)
 
     @property
-    def occupancy(self) -> float:
-        """Mean width of the loop's launches as a share of W."""
-        return self.row_loops / max(1, self.launches["loop"]) / self.max_num_seqs
+    def occupancy(self) -> float | None:
+        """Mean width of the loop's launches as a share of W; None where they are not known."""
+        launches = self.launches["loop"]
+        return self.row_loops / launches / self.max_num_seqs if launches else None
 
     def steady(self) -> float | None:
         """Tokens per second from the 2 W-th completion to the last admission; None where the run is too short."""
@@ -100,8 +119,32 @@ class Served:
             return None
         return sum(count for when, count in self.tokens_at if begin < when <= last) / float(last - begin)
 
+    def waits(self) -> dict[str, numpy.ndarray]:
+        """What requests waited, in seconds, an entry each; NaN for what one did not live to see.
+
+        `queue` is the time until the first launch, `ttft` until the first token; `tpot` the mean time of the tokens
+        after the first, NaN where there are none; `normalised_latency` the time until the last token, by tokens.
+        """
+        arrivals, new, admitted, first, finished = (
+            numpy.asarray(values, dtype=float)
+            for values in (self.arrivals, self.new_tokens, self.admitted, self.first, self.finished)
+        )
+        return {
+            "queue": admitted - arrivals,
+            "ttft": first - arrivals,
+            "tpot": numpy.where(new > 1, (finished - first) / numpy.maximum(new - 1, 1), numpy.nan),
+            "normalised_latency": (finished - arrivals) / new,
+        }
+
+    def distributions(self, keys: Sequence[int]) -> dict[str, dict[str, float] | None]:
+        """Of the `waits` of some requests, and of the times between their tokens (`inter_token`): percentiles, mean and
+        maximum in seconds; None where there is nothing to wait for."""
+        times = {name: values[list(keys)] for name, values in self.waits().items()}
+        times["inter_token"] = numpy.array([gap for key in keys for gap in self.gaps[key]])
+        return {name: _distribution(values) for name, values in times.items()}
+
     def figures(self) -> dict[str, Any]:
-        """Throughput, and what requests waited: `waits` of all of them."""
+        """Throughput, and the `distributions` of all requests."""
         return {
             "seconds": self.seconds,
             "tokens": self.tokens,
@@ -110,34 +153,14 @@ class Served:
             "occupancy": self.occupancy,
             "launches": dict(self.launches),
             "row_loops": self.row_loops,
-            **self.waits(range(len(self.arrivals))),
+            **self.distributions(range(len(self.arrivals))),
         }
 
-    def waits(self, keys: Sequence[int]) -> dict[str, dict[str, float] | None]:
-        """What some requests waited: percentiles and the most, in seconds; None where there is nothing to wait for.
 
-        `queue` is the time until the first launch, `ttft` until the first token; `tpot` the time for each token after
-        the first, of requests that have any; `inter_token` the time between two tokens, of all such pairs;
-        `normalised_latency` the time until the last token, by tokens. What a request did not live to see is left out.
-        """
-        own = numpy.asarray(keys, dtype=int)
-        arrivals, new, admitted, first, finished = (
-            numpy.asarray(values, dtype=float)[own]
-            for values in (self.arrivals, self.new_tokens, self.admitted, self.first, self.finished)
-        )
-        several = new > 1
-        times = {
-            "queue": admitted - arrivals,
-            "ttft": first - arrivals,
-            "tpot": (finished - first)[several] / (new - 1)[several],
-            "inter_token": numpy.array([gap for key in keys for gap in self.gaps[key]]),
-            "normalised_latency": (finished - arrivals) / new,
-        }
-        return {name: _percentiles(values[~numpy.isnan(values)]) for name, values in times.items()}
-
-
-def _percentiles(values: numpy.ndarray) -> dict[str, float] | None:
+def _distribution(values: numpy.ndarray) -> dict[str, float] | None:
+    """Percentiles, mean and maximum; None where there is no value."""
+    values = values[~numpy.isnan(values)]
     if not len(values):
         return None
     found = {f"p{q}": float(value) for q, value in zip(PERCENTILES, numpy.percentile(values, PERCENTILES), strict=True)}
-    return {**found, "max": float(values.max())}
+    return {**found, "mean": float(values.mean()), "max": float(values.max())}

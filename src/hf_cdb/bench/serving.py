@@ -31,7 +31,7 @@ def serve_arrivals(
 
     Args:
         adapter: of the model.
-        settings: without lookahead, which does not shift depths that are given, and without a limit of positions.
+        settings: without lookahead, under which no depth of 1 can be replayed, and without a limit of positions.
         workload: with depths.
         arrivals: seconds from the start, in order.
         trace: also record the launches.

@@ -10,23 +10,26 @@ import dataclasses
 import statistics
 from dataclasses import asdict, dataclass
 from itertools import product
+from operator import itemgetter
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from ..adapters import LoopAdapter, adapter_for
 from ..trace import Trace
+from .cost_fit import fit_costs
 from .costs import CostTable
 from .models import load_model, load_tokenizer
-from .report import Report, markdown_table, save_plot, set_threads
+from .report import Report, markdown_table, rate_text, save_plot, set_threads
 from .served import PERCENTILES, Served
 from .serving import draw_arrivals, serve_arrivals, with_depths
 from .simulate_arguments import add_simulate_arguments, check_simulate_arguments
 from .simulation import Settings, simulate
-from .workloads import Workload, make_workload
+from .workloads import Workload, make_workload, resolve_workload
 
 __all__ = ["System", "add_arguments", "run"]
 
 SYSTEMS = ("full depth", "no refill", "refill")
-_VOCABULARY = 8192  # of the ids of a workload that no model reads
 _CHECKED = {"tokens_per_second": 1.0, "ttft": 1e3, "normalised_latency": 1e3}
 
 
@@ -66,13 +69,18 @@ def run(arguments: argparse.Namespace) -> dict:
     arrivals = draw_arrivals(len(workload), arguments.rate, arguments.seed)
     systems = _systems(arguments)
     traces, served = _measure(arguments, adapter, systems, workload, arrivals, given is None) if measured else ([], {})
-    costs = given or CostTable.fit([launch for trace in traces for launch in trace], depth, _about(arguments))
+    costs = given
+    if costs is None:
+        launches = [launch for trace in traces for launch in trace]
+        costs = fit_costs(launches, depth, _about(arguments), adapter.coda_layers_share())
     if arguments.save_costs is not None:
         costs.save(arguments.save_costs)
     rows = [_simulated(costs, system, workload, arrivals) for system in systems]
     checks = [check for row, system in zip(rows, systems, strict=True) for check in _compare(row, served.get(system))]
     _print(arguments, workload, rows, checks)
-    report = Report(arguments, model, workload.summary(), {"requests": len(workload)})
+    if costs.caveat is not None:
+        print(f"\n{costs.caveat}")
+    report = Report(arguments, model, workload.summary(), _resolved(arguments, workload, measured))
     report.add("costs", asdict(costs))
     report.add("systems", rows)
     report.add("check", checks)
@@ -90,25 +98,43 @@ def _given_costs(arguments: argparse.Namespace) -> CostTable | None:
     launches = [launch for path in arguments.fit for launch in Trace.load(path)]
     # Prompts run at full depth, so the deepest loop is the last one.
     depth = max((max(launch.depths) for launch in launches if launch.stage == "loop"), default=1)
-    return CostTable.fit(launches, depth, {"fitted to": [path.name for path in arguments.fit]})
+    return fit_costs(launches, depth, {"fitted to": [path.name for path in arguments.fit]})
 
 
 def _workload(arguments: argparse.Namespace, depth: int, adapter: LoopAdapter | None) -> Workload:
     requests = 8 * max(arguments.width)
     if arguments.minutes is not None:
         requests = max(1, round(60 * arguments.minutes * arguments.rate))
-    vocabulary = _VOCABULARY if adapter is None else adapter.vocab_size
-    tokenizer = load_tokenizer(arguments.model) if arguments.data is not None else None
-    return make_workload(arguments, requests, depth, vocabulary, tokenizer)
+    vocabulary = None if adapter is None else adapter.vocab_size
+    workload = make_workload(arguments, requests, depth, vocabulary, _tokenizer(arguments))
+    if arguments.minutes is not None and len(workload) < requests:
+        raise ValueError(
+            f"minutes={arguments.minutes:g} at rate={arguments.rate:g} are {requests} requests, but the file holds "
+            f"{len(workload)}. Name fewer minutes or a longer file, or draw lengths by --prompt and --new."
+        )
+    return workload
+
+
+def _tokenizer(arguments: argparse.Namespace) -> PreTrainedTokenizerBase | None:
+    return None if arguments.data is None else load_tokenizer(arguments.model)
+
+
+def _resolved(arguments: argparse.Namespace, workload: Workload, measured: bool) -> dict[str, Any]:
+    """Settings as they were in the end; None are those of a model where none was loaded."""
+    return {
+        **resolve_workload(arguments, workload, workload.depths[0][0]),
+        **({} if measured else dict.fromkeys(("dtype", "device", "turns"))),
+        **({} if measured or arguments.data is not None else {"model": None}),
+    }
 
 
 def _systems(arguments: argparse.Namespace) -> list[System]:
     found = []
     for width in sorted(set(arguments.width)):
         settings = Settings(width, prefill_chunk_size=arguments.chunk, late_signal=arguments.late_signal)
-        found.append(System("full depth", settings))
         for lookahead in sorted(set(arguments.lookahead)):
             own = dataclasses.replace(settings, lookahead=lookahead)
+            found.append(System("full depth", own))
             found.append(System("no refill", dataclasses.replace(own, refill=False)))
             for coda in sorted(set(arguments.coda)):
                 found.append(System("refill", dataclasses.replace(own, min_coda_batch=coda)))
@@ -134,8 +160,10 @@ def _measure(
 ) -> tuple[list[Trace], dict[System, list[Served]]]:
     """Time runs to fit costs to, and with `--check` the systems themselves, in turn.
 
-    The runs for the fit serve other requests, drawn with another seed: nothing is predicted from itself. Where one W
-    is asked for they also run at half of it, at 2 beside 1: rows in lockstep make launches of one width, and no line.
+    The runs for the fit serve other requests, so that nothing is predicted from itself: drawn with another seed, of a
+    file those that come after. Where the file has too few more, its first ones serve again, and a line says so. Where
+    one W is asked for they also run at half of it, at 2 beside 1: rows in lockstep make launches of one width, and no
+    line.
 
     Raises:
         ValueError: requests from a file that are too few to make launches of two widths.
@@ -147,13 +175,12 @@ def _measure(
     if len(widths) == 1:
         widths = [1, 2] if widths == [1] else [widths[0] // 2, *widths]
     other.seed, other.requests = arguments.seed + 1, 4 * max(widths)
-    drawn = make_workload(
-        other,
-        other.requests,
-        adapter.full_depth,
-        adapter.vocab_size,
-        load_tokenizer(arguments.model) if arguments.data is not None else None,
-    )
+    sizes = (other.requests, adapter.full_depth, adapter.vocab_size, _tokenizer(arguments))
+    drawn = make_workload(other, *sizes, skip=len(workload))
+    if len(drawn) < max(widths):
+        drawn = make_workload(other, *sizes)
+        if calibrate:
+            print("The file has too few other requests to fit costs to: predictions rest on those that are checked.\n")
     if calibrate and len(drawn) < 2:
         raise ValueError(
             f"{len(drawn)} request in the file, and launches of one row give no costs of wider ones. Give a file of "
@@ -204,22 +231,28 @@ def _print(arguments: argparse.Namespace, workload: Workload, rows: list[dict], 
         f"{len(workload)} requests, {arriving}; prompts of {summary['prompt']['mean']:.0f} and "
         f"{summary['new_tokens']['mean']:.0f} new tokens in the mean, mean depth {summary['mean_depth']:.2f}.\n"
     )
-    columns = {"system": "", "W": "d", "coda": "d", "lookahead": "d", "tokens/s": ".0f", "steady": ".0f"}
+    columns = {"system": "", "W": "d", "coda": "d", "lookahead": "d", "tokens/s": "", "steady": ""}
     columns |= {"speed-up": ".2f", "occupancy": ".2f"}
     columns |= {f"{name} p{q}": ".1f" for name in ("TTFT", "TPOT", "latency") for q in PERCENTILES}
-    full = {row["max_num_seqs"]: row["tokens_per_second"] for row in rows if row["system"] == "full depth"}
+    # Beside full depth with the same lookahead: what that hides of the host is no merit of depth.
+    place = itemgetter("max_num_seqs", "lookahead")
+    full = {place(row): row["tokens_per_second"] for row in rows if row["system"] == "full depth"}
     lines = []
     for row in rows:
         line = {"system": row["system"], "W": row["max_num_seqs"], "coda": row["min_coda_batch"]}
-        line |= {"lookahead": row["lookahead"], "tokens/s": row["tokens_per_second"], "occupancy": row["occupancy"]}
-        line |= {"steady": row["steady_tokens_per_second"]}
-        line |= {"speed-up": row["tokens_per_second"] / full[row["max_num_seqs"]]}
+        line |= {"lookahead": row["lookahead"], "occupancy": row["occupancy"]}
+        line |= {"tokens/s": rate_text(row["tokens_per_second"])}
+        line |= {"steady": rate_text(row["steady_tokens_per_second"])}
+        line |= {"speed-up": row["tokens_per_second"] / full[place(row)]}
         for name, figure in (("TTFT", "ttft"), ("TPOT", "tpot"), ("latency", "normalised_latency")):
             for q in PERCENTILES if row[figure] is not None else ():
                 line[f"{name} p{q}"] = 1e3 * row[figure][f"p{q}"]
         lines.append(line)
     print(markdown_table(columns, lines))
-    print("\nTTFT and TPOT in ms; latency: until the last token, ms a token; speed-up over full depth at the same W.")
+    print(
+        "\nTTFT and TPOT in ms; latency: until the last token, ms a token; speed-up over full depth at the same W "
+        "and lookahead."
+    )
     if checks:
         print(f"\nPrediction beside measurement, medians of {arguments.turns} runs:\n")
         columns = {"system": "", "W": "d", "coda": "d", "figure": "", "predicted": ".1f", "measured": ".1f"}
@@ -231,7 +264,8 @@ def _draw(axes: Any, rows: list[dict]) -> None:
     for row in rows:
         name = row["system"]
         if name != "full depth":
-            name += f", coda {row['min_coda_batch']}, lookahead {row['lookahead']}"
+            name += f", coda {row['min_coda_batch']}"
+        name += f", lookahead {row['lookahead']}"
         lines.setdefault(name, []).append(row)
     for name, own in lines.items():
         widths = [row["max_num_seqs"] for row in own]

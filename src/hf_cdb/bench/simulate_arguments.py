@@ -3,9 +3,10 @@
 import argparse
 from pathlib import Path
 
-from .models import add_model_arguments
-from .report import add_output_arguments, add_run_arguments, check_plot
-from .workloads import LIVE, add_workload_arguments, check_workload
+from .models import add_model_arguments, check_device
+from .report import add_output_arguments, add_run_arguments, check_outputs
+from .unused import refuse_unused
+from .workloads import LIVE, add_workload_arguments, check_count, check_workload
 
 __all__ = ["add_simulate_arguments", "check_simulate_arguments"]
 
@@ -56,11 +57,15 @@ def check_simulate_arguments(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{name}={value}: choose a positive number.")
-    if arguments.minutes is not None and (arguments.rate is None or arguments.requests is not None):
-        raise ValueError(f"minutes={arguments.minutes} goes with --rate and without --requests.")
+    if arguments.minutes is not None:
+        if arguments.rate is None or arguments.requests is not None:
+            raise ValueError(f"minutes={arguments.minutes} goes with --rate and without --requests.")
+        asked = max(1.0, 60 * arguments.minutes * arguments.rate)
+        check_count(f"minutes={arguments.minutes:g} at rate={arguments.rate:g}: requests", asked)
     if arguments.costs is not None and arguments.fit is not None:
         raise ValueError("--costs and --fit both say what launches cost. Give one of them.")
-    if arguments.costs is None and arguments.fit is None and arguments.device != "cpu":
+    given = arguments.costs is not None or arguments.fit is not None
+    if not given and arguments.device != "cpu":
         raise ValueError(
             f"device={arguments.device!r}: launches are timed on the CPU only, where they end when they return. Write "
             "a cost table by `hf-cdb bench step --save-costs FILE` there, and give it by --costs."
@@ -80,6 +85,13 @@ def check_simulate_arguments(arguments: argparse.Namespace) -> None:
         )
     if arguments.check and 1 in arguments.lookahead:
         raise ValueError(
-            "lookahead=1 beside --check: a real run replays the depths, which lookahead does not shift. Leave one out."
+            "lookahead=1 beside --check: here nothing computes while the host works, so that a real run hides nothing, "
+            "and replays no depth of 1. Leave one out."
         )
-    check_plot(arguments.plot)
+    if given and not arguments.check:
+        names = ["dtype", "device", "threads", "turns", "processor_time"]
+        names += ["model"] if arguments.data is None else []  # whose tokenizer counts the texts
+        refuse_unused(arguments, names, "beside a cost table: no model runs. Leave it out, or add --check")
+    else:
+        check_device(arguments.device)
+    check_outputs(json=arguments.json, plot=arguments.plot, save_costs=arguments.save_costs)

@@ -94,7 +94,7 @@ def simulate(
             now = arrivals[coming]
             continue
         tokens, context, ending = rows.work(launch)
-        width = len(ending) if launch.stage == "coda" else tokens
+        width = costs.width(launch.stage, tokens, len(ending))
         ended = now + costs(launch.stage, width, len(launch), context, overlapped=bool(settings.lookahead))
         if trace is not None:
             trace.record(launch, scheduler.queues, tokens, context, now, ended)

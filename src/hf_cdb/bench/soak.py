@@ -90,6 +90,7 @@ class Soak:
         self.ends: Counter[str] = Counter()
         self.samples: list[dict[str, Any]] = []
         self._choose = random.Random(seed)
+        self._victims = random.Random(seed)  # apart, for who can be cancelled is a matter of time
         vocab = adapter_for(model).vocab_size
         self._cases = [self._draw_case(vocab) for _ in range(cases)]
         self._alone: dict[Case, list[tuple[list[int], list[int]]]] = {}
@@ -162,8 +163,8 @@ class Soak:
         for index, sequence in enumerate(sequence_names(name, case.sequences)):
             self._pending[sequence] = case, index, fate, at
         doomed = [name for name, (_, _, fate, _) in self._pending.items() if fate == "cancel"]
-        if doomed and self._choose.random() < 0.2:
-            self._manager.cancel_request(self._choose.choice(doomed))
+        if doomed and self._victims.random() < 0.2:
+            self._manager.cancel_request(self._victims.choice(doomed))
 
     def _add(self, case: Case, name: str, arguments: dict[str, Any]) -> None:
         try:

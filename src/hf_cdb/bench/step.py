@@ -18,66 +18,26 @@ keys and values is not part of it.
 
 import argparse
 import math
-import statistics
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
-from transformers import PreTrainedModel
-
 from ..adapters import adapter_for
-from ..config import CDBConfig
-from ..engine import Engine
-from ..spans import Spans
-from ..trace import TracedLaunch
-from .attention_clock import AttentionClock
+from .cells import Cell, fits, measure_cell
+from .cost_fit import fit_costs
 from .costs import CostTable
-from .models import add_model_arguments, load_model
-from .report import Report, add_output_arguments, add_run_arguments, check_plot, markdown_table, save_plot, set_threads
-from .systems import greedy_requests
+from .models import add_model_arguments, check_device, load_model
+from .report import (
+    Report,
+    add_output_arguments,
+    add_run_arguments,
+    check_outputs,
+    check_seed,
+    markdown_table,
+    save_plot,
+    set_threads,
+)
 
-__all__ = ["Cell", "add_arguments", "measure_cell", "run", "summarise"]
-
-_FILL = 512  # positions of a cache that are written at once
-
-
-class Cell:
-    """Launches of one width and context.
-
-    Args:
-        width: rows.
-        context: positions of each row's cache, the new one left out.
-
-    Attributes:
-        seconds: by stage, of every launch that was timed.
-        attention: seconds inside the attention function, of the same launches; on an accelerator, where the function
-            returns before it is done, none.
-    """
-
-    def __init__(self, width: int, context: int):
-        self.width, self.context = width, context
-        self.seconds: dict[str, list[float]] = {"prelude": [], "loop": [], "coda": []}
-        self.attention: dict[str, list[float]] = {"prelude": [], "loop": [], "coda": []}
-
-    def median(self, stage: str) -> float:
-        """Seconds of a launch of the stage."""
-        return statistics.median(self.seconds[stage])
-
-    @property
-    def attention_share(self) -> float | None:
-        """Of the loop's launches, by medians; None where it was not timed."""
-        inside = self.attention["loop"]
-        return statistics.median(inside) / self.median("loop") if inside else None
-
-    def launches(self) -> list[TracedLaunch]:
-        """One launch of each stage, as a trace would hold it, for `CostTable.fit`."""
-        rows, reads = tuple(range(self.width)), self.width * (self.context + 1)
-        return [
-            TracedLaunch(stage, rows, (1,) * self.width, self.width, reads, 0, 0, 0, 0, 0.0, self.median(stage))
-            for stage in self.seconds
-        ]
+__all__ = ["add_arguments", "run", "summarise"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,14 +69,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"memory={arguments.memory}: choose more than 0 GiB.")
     if len(widths) < 2:
         raise ValueError(f"width={widths[0]} alone gives no slope. Choose at least two widths.")
-    check_plot(arguments.plot)
+    check_seed(arguments.seed)
+    check_device(arguments.device)
+    check_outputs(json=arguments.json, plot=arguments.plot, save_costs=arguments.save_costs)
     set_threads(arguments.threads)
     model = load_model(arguments.model, arguments.dtype, arguments.device)
     cells = [
         Cell(width, context)
         for context in contexts
         for width in widths
-        if _fits(model, width, context, arguments.memory)
+        if fits(model, width, context, arguments.memory)
     ]
     if len({cell.width for cell in cells if cell.context == contexts[0]}) < 2:
         raise ValueError(
@@ -130,7 +92,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     adapter = adapter_for(model)
     about = {"command": "hf-cdb bench step", "model": arguments.model, "dtype": arguments.dtype}
     launches = [launch for cell in cells for launch in cell.launches()]
-    costs = CostTable.fit(launches, adapter.full_depth, about)
+    costs = fit_costs(launches, adapter.full_depth, about, adapter.coda_layers_share())
     summary = summarise(cells, adapter.parameter_counts()[1] * adapter.dtype.itemsize, costs)
     report = Report(arguments, model, resolved={"width": widths, "context": contexts})
     report.add("summary", summary)
@@ -139,74 +101,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     report.write(arguments.json)
     if arguments.save_costs is not None:
         costs.save(arguments.save_costs)
+        if costs.caveat is not None:
+            print(f"\n{costs.caveat} Several values of --context tell it.")
     save_plot(arguments.plot, lambda figure, axes: _draw(axes, cells, contexts), panels=2)
     return report.content
 
 
-def _fits(model: PreTrainedModel, width: int, context: int, gibibytes: float) -> bool:
-    adapter = adapter_for(model)
-    layers = adapter.prelude_layers + adapter.core_layers + adapter.coda_layers
-    position = layers * 2 * adapter.kv_heads * adapter.head_dim * adapter.dtype.itemsize
-    return width * (context + 4) * position <= gibibytes * 2**30
-
-
-def measure_cell(model: PreTrainedModel, cell: Cell, seed: int = 0) -> None:
-    """Time the launches of two tokens of every row, after another one to warm up, and add them to the cell."""
-    adapter = adapter_for(model)
-    config = CDBConfig(exit_rule="never", kv_policy="modular", kv_slots=1, max_num_seqs=cell.width)
-    engine = Engine(adapter, config.resolve(adapter))
-    requests = greedy_requests([[1]] * cell.width, [cell.context + 4] * cell.width)
-    for request in requests:
-        engine.add_request(request)
-    with AttentionClock() as clock:
-        _run_token(engine, clock)  # the prompt's, of one position: now every row has its place in the cache
-        _fill(engine, cell, seed)
-        for request in requests:
-            request.start, request.end = cell.context, cell.context + 1
-        _run_token(engine, clock)
-        for stage, seconds, attention in [*_run_token(engine, clock), *_run_token(engine, clock)]:
-            cell.seconds[stage].append(seconds)
-            if adapter.device.type == "cpu":
-                cell.attention[stage].append(attention)
-    engine.close()
-
-
-def _run_token(engine: Engine, clock: AttentionClock) -> list[tuple[str, float, float]]:
-    """Run launches up to the next coda; of each its stage, its seconds, and those inside the attention function."""
-    found: list[tuple[str, float, float]] = []
-    while not found or found[-1][0] != "coda":
-        clock.seconds = 0.0
-        _synchronize(engine)
-        begin = time.perf_counter()
-        launch = engine.step()
-        _synchronize(engine)
-        found.append((launch.stage, time.perf_counter() - begin, clock.seconds))
-    return found
-
-
-def _synchronize(engine: Engine) -> None:
-    """Wait for an accelerator, on which launches return before they are done."""
-    if engine.adapter.device.type != "cpu":
-        torch.accelerator.synchronize()
-
-
-def _fill(engine: Engine, cell: Cell, seed: int) -> None:
-    """Random keys and values in place of a prompt's: memory that nothing was written to reads faster than it should."""
-    adapter = engine.adapter
-    generator = torch.Generator(device=adapter.device).manual_seed(seed)
-    length = min(_FILL, cell.context)
-    shape = (1, adapter.kv_heads, length, adapter.head_dim)
-    new = torch.randn(shape, dtype=adapter.dtype, device=adapter.device, generator=generator)
-    for row in range(cell.width):
-        for start in range(0, cell.context, length):
-            end = min(start + length, cell.context)
-            engine.cache.bind(Spans([row], numpy.array([start]), numpy.array([end]), loop=numpy.array([1])))
-            part = new[:, :, : end - start]
-            for layer_idx in range(adapter.prelude_layers + adapter.core_layers + adapter.coda_layers):
-                engine.cache.update(part, part, layer_idx)
-
-
-def summarise(cells: list[Cell], core_bytes: int, costs: CostTable) -> dict[str, float]:
+def summarise(cells: list[Cell], core_bytes: int, costs: CostTable) -> dict[str, float | None]:
     """Floor, slope and saturation width of the loop at the shortest context; see the head of the module.
 
     Args:
@@ -226,7 +127,7 @@ def summarise(cells: list[Cell], core_bytes: int, costs: CostTable) -> dict[str,
         "slope_seconds": slope,
         # Noise can make the wider launch the faster one; then nothing is saturated up to it.
         "saturation_width": floor / slope if slope > 0 else None,
-        "context_seconds": costs.loop.per_context,
+        "context_seconds": costs.loop.per_context if costs.tells_context("loop") else None,
     }
 
 
@@ -268,9 +169,10 @@ def _print(
         f"\nAt context {summary['context']}: floor, a launch of {_rows(summary['floor_width'])}, "
         f"{summary['floor_seconds'] * 1e3:.2f} ms ({summary['weight_bytes_per_second'] / 1e9:.1f} GB/s of weights), "
         f"slope {summary['slope_seconds'] * 1e6:.0f} us a row, saturation width "
-        f"{'beyond what was measured' if saturation is None else f'{saturation:.0f}'}. "
-        f"A position of context costs {summary['context_seconds'] * 1e9:.1f} ns."
+        f"{'beyond what was measured' if saturation is None else f'{saturation:.0f}'}."
     )
+    if summary["context_seconds"] is not None:
+        print(f"A position of context costs {summary['context_seconds'] * 1e9:.1f} ns.")
     if summary["floor_width"] > 1:
         print("The saturation width is that floor / slope; add --width 1 for the floor of one row.")
     left_out = len(widths) * len(contexts) - len(cells)

@@ -18,7 +18,16 @@ from .models import plain_generation
 from .paged import generate_paged
 from .workloads import Workload
 
-__all__ = ["SYSTEMS", "Run", "cdb_settings", "check_settings", "greedy_requests", "serve", "serve_engine"]
+__all__ = [
+    "SYSTEMS",
+    "Run",
+    "cdb_settings",
+    "check_settings",
+    "differ_in_depth_alone",
+    "greedy_requests",
+    "serve",
+    "serve_engine",
+]
 
 # Name -> what it is called in tables.
 SYSTEMS = {
@@ -28,6 +37,12 @@ SYSTEMS = {
     "no-refill": "cdb, no refill",
     "refill": "cdb, refill",
 }
+
+
+# Settings that say when rows leave and how they wait for it. Without exits they mean nothing.
+_OF_EXITS = {"min_depth", "exit_rule", "exit_threshold", "quality", "min_coda_batch", "exit_depths", "refill"}
+# What a token leaves behind for the loops that it did not run is a matter of depth too; W and R a run tells itself.
+_OF_DEPTH = _OF_EXITS | {"kv_policy", "kv_slots", "max_num_seqs", "max_depth"}
 
 
 @dataclass
@@ -61,8 +76,7 @@ def serve(name: str, model: PreTrainedModel, workload: Workload, width: int, set
         tokens, seconds = generate_paged(model, workload.prompts, workload.new_tokens, width)
         return Run(seconds, tokens)
     if name == "full":
-        keep = ("kv_policy", "kv_slots", "max_depth", "prefill_chunk_size", "max_prefill_tokens")
-        settings = {key: value for key, value in settings.items() if key in keep} | {"exit_rule": "never"}
+        settings = {key: value for key, value in settings.items() if key not in _OF_EXITS} | {"exit_rule": "never"}
     settings = {"max_num_seqs": width, **settings, "refill": name != "no-refill"}
     # Elsewhere a launch returns before it is done, and its time says nothing.
     return serve_engine(model, workload, CDBConfig(**settings, trace=model.device.type == "cpu"))
@@ -82,7 +96,7 @@ def cdb_settings(model: PreTrainedModel, workload: Workload, **asked: Any) -> di
     if workload.depths is None:
         adapter = adapter_for(model)
         settings = CDBConfig.create(asked, saved_settings(model.generation_config, adapter), adapter).changed()
-        decided = {"refill", "trace", "progress", "seeds", "max_num_seqs"} - asked.keys()
+        decided = {"refill", "trace", "progress", "seeds", "token_limits", "max_num_seqs"} - asked.keys()
         return {name: value for name, value in settings.items() if name not in decided}
     if asked.get("lookahead") and min(map(min, workload.depths)) < 2:
         raise ValueError(
@@ -90,6 +104,12 @@ def cdb_settings(model: PreTrainedModel, workload: Workload, **asked: Any) -> di
             "depth 1, such as --mix 2:.7,3:.2,4:.1, or --mix live."
         )
     return {**asked, "exit_rule": "replay", "exit_depths": workload.depths}
+
+
+def differ_in_depth_alone(settings: dict[str, Any], others: dict[str, Any]) -> bool:
+    """Whether two systems' settings of cdb are the same but for those that concern depth, W and R."""
+    configs = [vars(CDBConfig(**one)) for one in (settings, others)]
+    return all(configs[0][name] == configs[1][name] for name in configs[0].keys() - _OF_DEPTH)
 
 
 def check_settings(asked: dict[str, Any], replayed: bool) -> None:
@@ -102,7 +122,7 @@ def check_settings(asked: dict[str, Any], replayed: bool) -> None:
     Raises:
         ValueError: settings of an exit rule beside depths to replay.
     """
-    rule = sorted(asked.keys() & {"exit_rule", "exit_threshold", "min_depth", "max_depth"})
+    rule = sorted(asked.keys() & {"exit_rule", "exit_threshold", "quality", "min_depth", "max_depth"})
     if replayed and rule:
         raise ValueError(
             f"{rule[0]}={asked[rule[0]]!r} has no meaning for depths that are replayed. Pass --mix live to let the "

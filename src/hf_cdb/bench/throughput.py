@@ -10,31 +10,36 @@ from typing import Any
 import yaml
 from transformers import PreTrainedModel
 
-from ..adapters import adapter_for
+from ..adapters import LoopAdapter, adapter_for
 from ..config import CDBConfig
 from ..kv_policy import POLICIES
 from .comparison import compare
-from .mixes import default_mix
-from .models import add_model_arguments, load_model, load_tokenizer
+from .models import add_model_arguments, check_device, load_model, load_tokenizer
 from .ratios import Spread, in_turns
 from .report import (
     Report,
     add_output_arguments,
     add_run_arguments,
-    check_plot,
+    check_outputs,
     markdown_table,
+    rate_text,
     save_plot,
     set_threads,
 )
-from .systems import SYSTEMS, Run, cdb_settings, check_settings, serve
-from .workloads import LIVE, Workload, add_workload_arguments, check_workload, make_workload
+from .systems import SYSTEMS, Run, cdb_settings, check_settings, differ_in_depth_alone, serve
+from .workloads import LIVE, Workload, add_workload_arguments, check_workload, make_workload, resolve_workload
 
 __all__ = ["add_arguments", "run"]
+
+# Settings of cdb that have arguments of their own.
+_ASKED = ("kv_policy", "min_coda_batch", "lookahead", "exit_rule", "exit_threshold", "min_depth")
+# What a run is asked to do, or the workload says; `seeds`, `token_limits` and `progress` are `generate`'s.
+_DECIDED = ("trace", "refill", "progress", "seeds", "token_limits")
 
 # Figure -> heading and format in the table; those of several turns bring their own.
 COLUMNS = {
     "system": ("system", ""),
-    "tokens_per_second": ("tokens/s", ".0f"),
+    "tokens_per_second": ("tokens/s", ""),
     "speedup": ("x full depth", ""),
     "speedup_over_stock": ("x stock", ""),
     "speedup_over_refill": ("x refill", ""),
@@ -105,25 +110,21 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         systems[" ".join(pairs)] = ("refill", changed)
 
     runs = measure(model, workload, systems, arguments.width, arguments.turns)
-    rows = [compare(name, runs, workload) for name in systems]
+    rows = [compare(name, runs, workload, differ_in_depth_alone(own, settings)) for name, (_, own) in systems.items()]
 
-    shown = {key: str(value) for key, value in settings.items() if key != "exit_depths"}
-    mix = None if arguments.trace is not None else arguments.mix or default_mix(adapter.full_depth)
-    policy = settings.get("kv_policy", "auto")
     resolved = {
         "systems": list(systems),
-        "requests": len(workload),
-        "mix": mix,
-        "kv_policy": adapter.default_kv_policy if policy == "auto" else policy,
-        "cdb": shown,
+        **resolve_workload(arguments, workload, adapter.full_depth),
+        "cdb": _resolved({"max_num_seqs": arguments.width, **settings}, adapter),
     }
+    resolved |= {name: resolved["cdb"][name] for name in _ASKED}
     report = Report(arguments, model, workload.summary(), resolved)
     report.add("systems", rows)
     _print(arguments, report, rows)
     report.write(arguments.json)
     save_plot(arguments.plot, lambda figure, axes: _draw(axes, rows))
     if arguments.record is not None:
-        workload.save(arguments.record, runs["refill"][-1].depths, model=arguments.model, cdb=shown)
+        workload.save(arguments.record, runs["refill"][-1].depths, model=arguments.model, cdb=resolved["cdb"])
     return report.content
 
 
@@ -134,7 +135,13 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ValueError(f"{name}={getattr(arguments, name)}: choose at least 1.")
     if arguments.record is not None and "refill" not in arguments.systems:
         raise ValueError(f"record={str(arguments.record)!r}: the depths of refill are written. Add it to --systems.")
-    check_plot(arguments.plot)
+    if arguments.min_coda_batch is not None and not (arguments.also or {"no-refill", "refill"} & {*arguments.systems}):
+        raise ValueError(
+            f"min_coda_batch={arguments.min_coda_batch} has no effect on systems={' '.join(arguments.systems)}: in "
+            "none of them rows leave early. Leave it out, or add refill to --systems."
+        )
+    check_outputs(json=arguments.json, plot=arguments.plot, record=arguments.record)
+    check_device(arguments.device)
     check_workload(arguments)
     for pairs in ([], *arguments.also):
         settings = {**_asked(arguments), **_parse_settings(pairs)}
@@ -144,8 +151,13 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
     """The settings of cdb that were given by arguments of their own, such as `--kv-policy`."""
-    names = ("kv_policy", "min_coda_batch", "lookahead", "exit_rule", "exit_threshold", "min_depth")
-    return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    return {name: getattr(arguments, name) for name in _ASKED if getattr(arguments, name) is not None}
+
+
+def _resolved(settings: dict[str, Any], adapter: LoopAdapter) -> dict[str, Any]:
+    """All settings of cdb as the model makes them, but for the depths, of which the workload has a checksum."""
+    described = CDBConfig(**settings).described(adapter)
+    return {name: value for name, value in described.items() if name not in ("exit_depths", *_DECIDED)}
 
 
 def _parse_settings(pairs: list[str]) -> dict[str, Any]:
@@ -159,9 +171,12 @@ def _parse_settings(pairs: list[str]) -> dict[str, Any]:
         name, equals, value = pair.partition("=")
         if not equals:
             raise ValueError(f"also={pair!r}: give a setting and its value, such as kv_policy=shared.")
-        if name in ("exit_depths", "trace", "refill", "progress", "seeds"):
+        if name in ("exit_depths", *_DECIDED):
             raise ValueError(f"also={pair!r}: the benchmark decides {name} itself. Choose another setting.")
-        settings[name] = yaml.safe_load(value)
+        try:
+            settings[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError(f"also={pair!r}: {value!r} is no value in YAML, such as shared, 4 or [1, 2].") from None
     return settings
 
 
@@ -205,7 +220,8 @@ def _print(arguments: argparse.Namespace, report: Report, rows: list[dict[str, A
         f"{workload['new_tokens']['mean']:.0f} tokens, depths: {depths}, {arguments.turns} turn(s); median (range)\n"
     )
     used = {key: cell for key, cell in COLUMNS.items() if any(row.get(key) is not None for row in rows)}
-    shown = [{heading: _shown(row.get(key)) for key, (heading, _) in used.items()} for row in rows]
+    rates = [{**row, "tokens_per_second": rate_text(row["tokens_per_second"])} for row in rows]
+    shown = [{heading: _shown(row.get(key)) for key, (heading, _) in used.items()} for row in rates]
     print(markdown_table(dict(used.values()), shown))
 
 

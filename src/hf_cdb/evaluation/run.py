@@ -13,7 +13,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from ..adapters import LoopAdapter, adapter_for
-from ..bench.models import EMBEDDED
+from ..bench.models import EMBEDDED, check_device
 from ..bench.report import environment, model_sizes
 from ..checkpoints import tiny_checkpoint
 from ..generation import enable_cdb
@@ -34,9 +34,10 @@ def load_model_to_evaluate(
     """A looped model in evaluation mode, with cdb and its own ends of sequence, and its tokenizer.
 
     Raises:
-        ValueError: a model that is not looped.
+        ValueError: a model that is not looped, or a device that is not here.
         OSError: no such folder, and no such model on the Hub.
     """
+    check_device(device)
     folder = tiny_checkpoint(name) if name in EMBEDDED else name
     model = AutoModelForCausalLM.from_pretrained(folder, revision=revision or "main", dtype=getattr(torch, dtype))
     return enable_cdb(model.to(device).eval()), AutoTokenizer.from_pretrained(folder, revision=revision or "main")
