@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from tqdm import tqdm
 
 from ..bench.report import environment
@@ -24,6 +23,7 @@ from .prompts import Prompt, read_prompts
 __all__ = ["FileSettings", "generate_file"]
 
 _WAITING = 8  # lines held beyond the rows in flight, so that a place that becomes free is taken at once
+_TORCHRUN = (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
 _POLL = 0.2  # seconds until it is looked again whether another process has died
 
 
@@ -80,16 +80,18 @@ def generate_file(source: Path, output: Path, settings: FileSettings, progress: 
     asked = {**asdict(settings), "input_sha256": digest, "versions": environment()["versions"]}
     _check(output, folder, asked)
     if not output.exists():
-        state = PartialState(cpu=settings.device == "cpu")
-        device = str(state.device) if state.num_processes > 1 else settings.device
-        model, tokenizer = load_model_to_evaluate(settings.model, settings.revision, settings.dtype, device)
-        worker = _Worker(model, tokenizer, settings, prompts, state.num_processes)
+        # Of torchrun only what it says, and no process group: those that are left would fail with one that dies.
+        rank, local_rank, processes = (int(os.environ.get(*known)) for known in _TORCHRUN)
+        device = torch.device(settings.device)
+        if device.type != "cpu" and device.index is None:
+            device = torch.device(device.type, local_rank)
+        model, tokenizer = load_model_to_evaluate(settings.model, settings.revision, settings.dtype, str(device))
+        worker = _Worker(model, tokenizer, settings, prompts, processes)
         _note(folder, asked)
         _check(output, folder, asked)  # another process may have been faster
         records = RecordFile(folder, uuid.uuid4().hex, key=lambda record: record["line"])
         with contextlib.closing(Claims(folder / "claims", len(prompts))) as claims:
-            shown = progress and state.is_main_process
-            with tqdm(total=len(prompts), initial=claims.done, unit="line", disable=not shown) as bar:
+            with tqdm(total=len(prompts), initial=claims.done, unit="line", disable=not progress or rank > 0) as bar:
                 worker.work(claims, records, bar)
             with claims.alone():
                 if not output.exists():
