@@ -11,6 +11,7 @@ from . import calibrate_command, trace_command
 from .bench import overhead, quick, schedule, serve, simulate, soak, step, throughput
 from .evaluation import command as evaluation_command
 from .hub import command as hub_command
+from .offline import command as offline_command
 from .robustness import command as robustness_command
 from .serving import command as serve_command
 from .training import gate_command, tables_command, tiny_command
@@ -46,6 +47,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
 PLAIN: dict[str, Command] = {
     "calibrate": ("choose the exit threshold that keeps a share of the quality", calibrate_command.add_arguments),
     "robustness": ("what wrong exit predictions cost, as tables and a picture", robustness_command.add_arguments),
+    "generate": ("continue every line of a file of prompts, by one process or several", offline_command.add_arguments),
     "eval": ("quality beside speed: a model's tasks at full depth and with cdb", evaluation_command.add_arguments),
     "serve": ("serve a model to clients of OpenAI's interface", serve_command.add_arguments),
 }

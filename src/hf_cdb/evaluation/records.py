@@ -50,7 +50,8 @@ and by kind
 """
 
 import json
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +72,21 @@ class RecordFile:
 
     Args:
         folder: shared by all processes.
-        rank: of this process.
+        rank: of this process, or what else names it among all.
+        key: tells a record from all others of a run.
     """
 
-    def __init__(self, folder: Path, rank: int = 0):
-        self.folder = folder
+    def __init__(self, folder: Path, rank: int | str = 0, key: Callable[[dict[str, Any]], Hashable] = key_of):
+        self.folder, self._key = folder, key
         self._own = folder / f"records-{rank}.jsonl"
 
     def append(self, records: Iterable[dict[str, Any]]) -> None:
-        """Write records; once this returns they outlive the process."""
+        """Write records; once this returns they outlive the process and its machine."""
         lines = "".join(json.dumps(record) + "\n" for record in records)
         with self._own.open("a", encoding="utf-8") as file:
             file.write(lines)
             file.flush()
+            os.fsync(file.fileno())
 
     def repair(self) -> None:
         """Cut off the piece of a line that a killed process may have left at the end of this process's file."""
@@ -93,11 +96,11 @@ class RecordFile:
             if whole < len(content):
                 self._own.write_bytes(content[:whole])
 
-    def read(self) -> dict[Key, dict[str, Any]]:
-        """All records of all processes; lines that were cut off by a kill are left out."""
-        return {key_of(record): record for file in self._files() for record in _lines(file)}
+    def read(self) -> dict[Hashable, dict[str, Any]]:
+        """All records of all processes, by key; lines that were cut off by a kill are left out."""
+        return {self._key(record): record for file in self._files() for record in _lines(file)}
 
-    def merge(self, order: Iterable[Key]) -> list[dict[str, Any]]:
+    def merge(self, order: Iterable[Hashable]) -> list[dict[str, Any]]:
         """Put the records into `records.jsonl` in this order, in place of the files of the processes.
 
         Raises:

@@ -1,32 +1,17 @@
 """`hf-cdb serve MODEL`: an OpenAI-compatible server."""
 
 import argparse
-import json
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..bench.models import DTYPES, EMBEDDED
+from ..cdb_arguments import add_cdb_arguments, cdb_settings
 from ..checkpoints import tiny_checkpoint
-from ..config import CDBConfig
 from ..generation import enable_cdb
-from ..kv_policy import POLICIES
 
 __all__ = ["add_arguments", "run"]
-
-# Settings of cdb with an argument of their own.
-_SETTINGS: dict[str, dict[str, Any]] = {
-    "exit_rule": {"metavar": "RULE"},
-    "exit_threshold": {"type": float, "metavar": "X"},
-    "min_depth": {"type": int, "metavar": "N"},
-    "max_depth": {"type": int, "metavar": "N"},
-    "kv_policy": {"choices": POLICIES},
-    "max_num_seqs": {"type": int, "metavar": "N"},
-    "min_coda_batch": {"type": int, "metavar": "N"},
-    "lookahead": {"type": int, "choices": (0, 1)},
-    "prefill_chunk_size": {"type": int, "metavar": "N"},
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,9 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=DTYPES, help="of the weights (default: float32 on the CPU, else the checkpoint's)"
     )
     parser.add_argument("--threads", type=int, help="torch threads (default torch's)")
-    parser.add_argument("--cdb", metavar="JSON", help="settings of cdb, over the saved ones of the model")
-    for name, options in _SETTINGS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", help=f"the setting {name} of cdb", **options)
+    add_cdb_arguments(parser)
     parser.add_argument(
         "--max-queue", type=int, default=1024, help="sequences at most; more are refused (default %(default)s)"
     )
@@ -106,12 +89,4 @@ def _check(arguments: argparse.Namespace) -> dict[str, Any]:
         value = getattr(arguments, name)
         if value is not None and value < lowest:
             raise ValueError(f"{name}={value}: choose at least {lowest}.")
-    try:
-        settings = json.loads(arguments.cdb or "{}")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"cdb={arguments.cdb!r} is no JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f'cdb={arguments.cdb!r}: give a JSON object of settings, such as {{"exit_threshold": 0.5}}.')
-    settings |= {name: value for name in _SETTINGS if (value := getattr(arguments, name)) is not None}
-    CDBConfig.create(settings)
-    return settings
+    return cdb_settings(arguments)

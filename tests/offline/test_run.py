@@ -1,0 +1,303 @@
+"""Files of prompts: what one process makes of them, several, and those that are left when one is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from hf_cdb.cli import main
+from hf_cdb.engine import Engine
+from hf_cdb.evaluation.records import RecordFile
+from hf_cdb.evaluation.run import load_model_to_evaluate
+from hf_cdb.offline import run as offline_run
+from hf_cdb.offline.run import FileSettings, generate_file
+
+from ..requests import alone
+
+GATE = {"exit_threshold": 0.3}
+LINES = [
+    {"prompt": "In the beginning", "id": "first"},
+    {"messages": [{"role": "user", "content": "reverse: abc"}], "max_new_tokens": 12},
+    {"input_ids": [5, 6, 7], "do_sample": True, "exit_threshold": 0.2},
+    {"prompt": "And the LORD said", "do_sample": True, "temperature": 1.5, "seed": 11},
+    {"prompt": "And it came", "max_new_tokens": 3, "min_depth": 3},
+]
+PATIENCE = 240  # seconds until a test gives up
+
+
+@pytest.fixture(autouse=True)
+def _fresh_process_state():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_model_to_evaluate("tiny-ouro")
+
+
+def write(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def settings_with(**settings):
+    return FileSettings(**{"options": {"max_new_tokens": 20}, "cdb": GATE, **settings})
+
+
+def test_each_line_gives_what_generate_gives(tmp_path, loaded):
+    model, tokenizer = loaded
+    source, output = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl"
+    assert generate_file(source, output, settings_with(seed=100), progress=False) == 0
+    records = read(output)
+    assert [(record["line"], record["id"], record["seed"]) for record in records] == [
+        (1, "first", None),
+        (2, 2, None),
+        (3, 3, 103),
+        (4, 4, 11),
+        (5, 5, None),
+    ]
+    chat = tokenizer.apply_chat_template(LINES[1]["messages"], add_generation_prompt=True)["input_ids"]
+    texts = [tokenizer(LINES[index]["prompt"])["input_ids"] for index in (0, 3, 4)]
+    expected = [
+        alone(model, texts[0], GATE, max_new_tokens=20),
+        alone(model, chat, GATE, max_new_tokens=12),
+        alone(model, [5, 6, 7], {"exit_threshold": 0.2, "seeds": [103]}, max_new_tokens=20, do_sample=True),
+        alone(model, texts[1], {**GATE, "seeds": [11]}, max_new_tokens=20, do_sample=True, temperature=1.5),
+        alone(model, texts[2], {**GATE, "min_depth": 3}, max_new_tokens=3),
+    ]
+    ends = model.generation_config.eos_token_id
+    for record, [(tokens, depths)], prompt in zip(
+        records, expected, [texts[0], chat, [5, 6, 7], *texts[1:]], strict=True
+    ):
+        assert (record["tokens"], record["exit_depths"]) == (tokens, depths)
+        assert record["mean_depth"] == pytest.approx(sum(depths) / len(depths))
+        assert record["text"] == tokenizer.decode(tokens, skip_special_tokens=True)
+        assert record["finish_reason"] == ("stop" if tokens[-1] in torch.tensor(ends) else "length")
+        assert record["prompt_tokens"] == len(prompt)
+        assert record["error"] is None
+    assert len({depth for record in records for depth in record["exit_depths"]}) > 2  # else all rules would do
+
+
+def test_reasons_to_end(tmp_path, loaded):
+    """A stop string and an end of sequence are no limits, also where they come with the last token allowed."""
+    model, tokenizer = loaded
+    ids = tokenizer("In the beginning")["input_ids"]
+    [(tokens, _)] = alone(model, ids, GATE, max_new_tokens=6)
+    assert len(tokens) == 6
+    word = tokenizer.decode(tokens[5:])
+    assert word
+    assert word not in tokenizer.decode(tokens[:5])
+    same = {"input_ids": ids, "max_new_tokens": 6}
+    source = write(
+        tmp_path / "in.jsonl", [same, {**same, "stop_strings": [word]}, {**same, "eos_token_id": [1, tokens[5]]}]
+    )
+    assert generate_file(source, tmp_path / "out.jsonl", settings_with(), progress=False) == 0
+    records = read(tmp_path / "out.jsonl")
+    assert [record["finish_reason"] for record in records] == ["length", "stop", "stop"]
+    assert [record["tokens"] for record in records] == [tokens] * 3
+
+
+def test_lines_that_fail_fail_alone(tmp_path, capsys):
+    lines = [{"prompt": "x", "max_new_tokens": 3}, {"prompt": "x", "temprature": 2}, {"input_ids": [99999]}]
+    source = write(tmp_path / "in.jsonl", lines)
+    source.write_text(source.read_text() + '{"prompt": "x", "deadline": 1e-6}\nno JSON\n{"prompt": "y"}\n')
+    output = tmp_path / "out.jsonl"
+    arguments = ["generate", "--input", source, "--output", output, "--max-new-tokens", 4, "--no-progress"]
+    assert main([*map(str, arguments)]) == 3
+    assert "4 lines of " in capsys.readouterr().out
+    records = read(output)
+    assert [record["finish_reason"] == "error" for record in records] == [False, True, True, True, True, False]
+    reasons = ["'temprature'", "99999", "deadline=1e-06", "no JSON"]
+    assert all(reason in record["error"] for record, reason in zip(records[1:5], reasons, strict=True))
+    assert [len(record["tokens"]) for record in records] == [3, 0, 0, 0, 0, 4]
+    assert [record["mean_depth"] for record in records[1:5]] == [None] * 4
+
+
+def test_settings_that_no_line_could_run_with(tmp_path, capsys):
+    """They are refused before anything is left that the corrected command would have to be told apart from."""
+    source, output = write(tmp_path / "in.jsonl", LINES[:1]), tmp_path / "out.jsonl"
+    command = ["generate", "--input", str(source), "--output", str(output), "--no-progress"]
+    for wrong, reason in [
+        (["--temperature", "-1", "--do-sample"], "temperature"),
+        (["--options", '{"temprature": 1}'], "temprature"),
+        (["--options", "[1]"], "options='[1]': give a JSON object"),
+        (["--cdb", '{"seeds": [1]}'], "seeds"),
+        (["--max-new-tokens", "0"], "max_new_tokens"),
+        (["--exit-rule", "gates"], "gates"),
+        (["--model", str(tmp_path / "nowhere")], "nowhere"),
+    ]:
+        assert main([*command, *wrong]) == 2
+        assert reason in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [source]
+    assert main([*command, "--max-new-tokens", "2"]) == 0
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    """Numbers of the lines that this process saves, in order."""
+    numbers, append = [], RecordFile.append
+
+    def note(file, records):
+        records = list(records)
+        append(file, records)
+        numbers.extend(record["line"] for record in records)
+
+    monkeypatch.setattr(RecordFile, "append", note)
+    return numbers
+
+
+def test_the_longest_lines_begin_first(tmp_path, saved):
+    lines = [{"prompt": "a" * length, "max_new_tokens": limit} for length, limit in [(1, 2), (1, 5), (9, 2), (1, 4)]]
+    source = write(tmp_path / "in.jsonl", lines)
+    generate_file(source, tmp_path / "out.jsonl", settings_with(cdb={"max_num_seqs": 1}), progress=False)
+    assert saved == [2, 4, 3, 1]
+    assert [record["line"] for record in read(tmp_path / "out.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_finished_run_is_kept_and_others_are_refused(tmp_path, monkeypatch):
+    source, output = write(tmp_path / "in.jsonl", LINES[:2]), tmp_path / "out.jsonl"
+    generate_file(source, output, settings_with(), progress=False)
+    before = output.read_bytes()
+    monkeypatch.setattr(offline_run, "load_model_to_evaluate", lambda *_: pytest.fail("nothing was left to run"))
+    assert generate_file(source, output, settings_with(), progress=False) == 0
+    with pytest.raises(ValueError, match=r"belongs to a run with another seed \(seed: 0 there, 1 here\)"):
+        generate_file(source, output, settings_with(seed=1), progress=False)
+    write(source, LINES[:3])
+    with pytest.raises(ValueError, match=r"belongs to a run with another input_sha256"):
+        generate_file(source, output, settings_with(), progress=False)
+    with pytest.raises(ValueError, match=r"in.jsonl' exists, and no in.jsonl.run beside it"):
+        generate_file(source, source, settings_with(), progress=False)
+    assert output.read_bytes() == before
+
+
+def test_an_error_of_the_model_is_no_error_of_the_lines(tmp_path, monkeypatch):
+    source, output = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl"
+    settings = settings_with(cdb={**GATE, "max_num_seqs": 2})
+    step, steps = Engine.step, []
+
+    def failing(engine):
+        steps.append(engine)
+        if len(steps) == 150:
+            raise RuntimeError("out of order")
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", failing)
+    with pytest.raises(
+        RuntimeError, match=r"the model failed: RuntimeError\('out of order'\). The same command goes on"
+    ):
+        generate_file(source, output, settings, progress=False)
+    part = RecordFile(tmp_path / "out.jsonl.run", key=lambda record: record["line"]).read()
+    assert 0 < len(part) < len(LINES)
+    assert all(record["error"] is None for record in part.values())
+    assert not output.exists()
+    assert generate_file(source, output, settings, progress=False) == 0
+    generate_file(source, tmp_path / "whole.jsonl", settings, progress=False)
+    assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+# Enough that a run of them is under way for seconds. No token has the number 512, so that all run to their limits.
+MANY = [{"input_ids": [5 + index, 6, 7], "max_new_tokens": 50, "do_sample": index % 2 == 0} for index in range(14)]
+ARGUMENTS = ["--exit-threshold", "0.3", "--max-num-seqs", "2", "--options", '{"eos_token_id": 512}', "--no-progress"]
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """A file of prompts, and the bytes that one process makes of it."""
+    folder = tmp_path_factory.mktemp("many")
+    source = write(folder / "in.jsonl", MANY)
+    assert main(["generate", "--input", str(source), "--output", str(folder / "out.jsonl"), *ARGUMENTS]) == 0
+    assert all(len(record["tokens"]) == 50 for record in read(folder / "out.jsonl"))
+    return source, (folder / "out.jsonl").read_bytes()
+
+
+def command(source, output, *launcher):
+    words = [sys.executable, *launcher, "-m", "hf_cdb", "generate", "--input", source, "--output", output, *ARGUMENTS]
+    return [str(word) for word in words]
+
+
+def wait_for(condition, process):
+    until = time.monotonic() + PATIENCE
+    while not condition():
+        assert process.poll() is None, "it ended too early"
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def parts(output):
+    """The files of records, and how many they hold."""
+    files = output.with_name(output.name + ".run").glob("records-*.jsonl")
+    return [count for file in files if (count := file.read_bytes().count(b"\n"))]
+
+
+def done_lines(output):
+    """Lines that are done, by the bytes of `Claims`."""
+    file = output.with_name(output.name + ".run") / "claims"
+    return [line for line, byte in enumerate(file.read_bytes()) if line and byte == ord("1")] if file.exists() else []
+
+
+def test_the_lines_of_a_killed_process_go_to_those_that_are_left(tmp_path, many, saved):
+    """One that stands still keeps its lines, while another does all that are free, and gives them up when it dies."""
+    source, whole = many
+    output = tmp_path / "out.jsonl"
+    process = subprocess.Popen(command(source, output), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with ThreadPoolExecutor() as pool:
+        try:
+            wait_for(lambda: done_lines(output), process)
+            process.send_signal(signal.SIGSTOP)
+            done = done_lines(output)
+            free = len(MANY) - len(done) - 10  # 2 in flight and 8 that wait, at most
+            settings = FileSettings(
+                options={"max_new_tokens": 256, "eos_token_id": 512}, cdb={"exit_threshold": 0.3, "max_num_seqs": 2}
+            )
+            rest = pool.submit(generate_file, source, output, settings, progress=False)
+            until = time.monotonic() + PATIENCE
+            while len(saved) < free and time.monotonic() < until and not rest.done():
+                time.sleep(0.01)
+            assert len(saved) >= free
+            assert not rest.done()
+        finally:
+            process.kill()
+            process.wait()
+        assert rest.result(timeout=PATIENCE) == 0
+    assert sorted([*saved, *done]) == list(range(1, len(MANY) + 1))
+    assert output.read_bytes() == whole
+
+
+def test_two_processes_of_torchrun_give_the_file_of_one_and_outlive_a_kill(tmp_path, many):
+    """Of a rank that is killed in mid-run: torchrun starts both again, and they go on."""
+    source, whole = many
+    output = tmp_path / "out.jsonl"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "1"]
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command(source, output, *torchrun), stdout=file, stderr=file, env=environment)
+        try:
+            wait_for(lambda: len(parts(output)) == 2, process)  # both have done lines
+            ranks = [child for child in psutil.Process(process.pid).children() if "generate" in child.cmdline()]
+            assert len(ranks) == 2
+            ranks[1].kill()
+            assert not output.exists()
+            before = parts(output)
+            assert process.wait(timeout=PATIENCE) == 0, log.read_text()[-3000:]
+        finally:
+            process.kill()
+            process.wait()
+    assert sum(before) < len(MANY)
+    assert "SIGKILL" in log.read_text() or "-9" in log.read_text()
+    assert output.read_bytes() == whole
