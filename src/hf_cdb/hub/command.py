@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from ..checkpoints import NAMES, tiny_checkpoint
+from ..checkpoints import EMBEDDED, model_path
 from .card import model_card
 from .export import export
 
@@ -29,9 +29,7 @@ def add_card_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", metavar="MODEL", help=f"a folder, a Hub id, or an embedded checkpoint: {', '.join(NAMES)}"
-    )
+    parser.add_argument("model", metavar="MODEL", help=f"{', '.join(EMBEDDED)}, a folder or a Hub id")
 
 
 def _add_contents(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +63,7 @@ def _card(arguments: argparse.Namespace) -> None:
 
 def _load(model: str) -> tuple[str, PreTrainedModel]:
     """Folder or Hub id, and the model in the dtype it was saved in."""
-    source = tiny_checkpoint(model) if model in NAMES else model
+    source = model_path(model)
     return source, AutoModelForCausalLM.from_pretrained(source, dtype="auto").eval()
 
 

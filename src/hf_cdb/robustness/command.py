@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ..adapters import adapter_for
-from ..bench.models import EMBEDDED
 from ..bench.report import Report, check_plot, markdown_table, save_plot, set_threads
+from ..checkpoints import EMBEDDED
 from ..config import CDBConfig, rule_name, saved_settings
 from ..evaluation.run import load_model_to_evaluate
 from ..training.text import chapters

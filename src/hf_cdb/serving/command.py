@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..bench.models import DTYPES, EMBEDDED
-from ..checkpoints import tiny_checkpoint
+from ..bench.models import DTYPES
+from ..checkpoints import EMBEDDED, model_path
 from ..config import CDBConfig
 from ..generation import enable_cdb
 from ..kv_policy import POLICIES
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError(f"{error.name} is not installed. Install it by `pip install 'hf-cdb[serve]'`.") from error
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    folder = tiny_checkpoint(arguments.model) if arguments.model in EMBEDDED else arguments.model
+    folder = model_path(arguments.model)
     dtype = arguments.dtype or ("float32" if arguments.device == "cpu" else "auto")
     model = enable_cdb(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(arguments.device).eval())
     manager = model.init_continuous_batching(cdb=settings or True)

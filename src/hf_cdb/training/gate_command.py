@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..adapters import LoopAdapter, adapter_for
+from ..checkpoints import EMBEDDED, model_path
 from ..exit_heads import FOLDER, KINDS, find_exit_head
 from .gate import GateSettings, train_gate
 from .gate_data import GateData, read_gate_data
@@ -20,7 +21,7 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command; `run` of the parsed arguments carries it out."""
     defaults = GateSettings()
-    parser.add_argument("model", metavar="MODEL", help="folder or Hub repository of a looped model")
+    parser.add_argument("model", metavar="MODEL", help=f"{', '.join(EMBEDDED)}, a folder or a Hub id")
     parser.add_argument("--kind", choices=list(KINDS), default=defaults.kind, help="(default %(default)s)")
     parser.add_argument("--target", choices=list(TARGETS), default="kl", help="(default %(default)s)")
     parser.add_argument("--slope", type=float, help="of the targets kl and improvement (default the target's)")
@@ -95,11 +96,12 @@ def run(arguments: argparse.Namespace) -> None:
         thresholds=tuple(arguments.thresholds),
         max_memory=arguments.max_memory,
     )
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").eval()
+    path = model_path(arguments.model)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
     adapter = adapter_for(model)  # refuses a model without loops before the data is read
     if arguments.into_model:
         _check_into_model(arguments, adapter)
-    tokenizer = _tokenizer(arguments.model)
+    tokenizer = _tokenizer(path)
     data = read_gate_data(
         arguments.data,
         tokenizer,
