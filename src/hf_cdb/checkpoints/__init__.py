@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-__all__ = ["EMBEDDED", "model_path", "tiny_checkpoint"]
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+__all__ = ["EMBEDDED", "model_path", "saved_tokenizer", "tiny_checkpoint"]
 
 NAMES = ("ouro", "huginn")
 EMBEDDED = tuple(f"tiny-{name}" for name in NAMES)
@@ -32,3 +34,11 @@ def model_path(name: str) -> str:
     """
     embedded = name.removeprefix("tiny-") in NAMES and not (Path(name) / "config.json").is_file()
     return tiny_checkpoint(name) if embedded else name
+
+
+def saved_tokenizer(path: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a folder or Hub id, or None of a folder that has none."""
+    files = ("tokenizer.json", "tokenizer_config.json")
+    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in files):
+        return None
+    return AutoTokenizer.from_pretrained(path)

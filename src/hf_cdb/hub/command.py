@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..checkpoints import EMBEDDED, model_path
+from ..checkpoints import EMBEDDED, model_path, saved_tokenizer
 from .card import model_card
 from .export import export
 
@@ -48,7 +48,7 @@ def _add_contents(parser: argparse.ArgumentParser) -> None:
 def _export(arguments: argparse.Namespace) -> None:
     source, model = _load(arguments.model)
     name = arguments.name or arguments.folder.resolve().name
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = saved_tokenizer(source)
     print(export(model, arguments.folder, tokenizer=tokenizer, name=name, plot=arguments.plot, **_contents(arguments)))
 
 
@@ -57,7 +57,9 @@ def _card(arguments: argparse.Namespace) -> None:
     if arguments.output is None and not Path(source).is_dir():
         raise ValueError(f"MODEL={arguments.model!r} is no folder that a card could be written into. Give --output.")
     output = arguments.output or Path(source) / "README.md"
-    model_card(model, arguments.name or Path(source).resolve().name, **_contents(arguments)).save(output)
+    has_tokenizer = saved_tokenizer(source) is not None
+    name = arguments.name or Path(source).resolve().name
+    model_card(model, name, tokenizer=has_tokenizer, **_contents(arguments)).save(output)
     print(output)
 
 
