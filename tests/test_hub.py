@@ -450,11 +450,18 @@ def test_adapters_of_peft_are_to_be_merged_first(tmp_path):
 @pytest.mark.parametrize("name", ["ouro", "huginn"])
 def test_cards_of_the_embedded_checkpoints_are_made_so(name, tmp_path, capsys):
     """The committed card is what the documented command writes."""
-    output = tmp_path / "README.md"
-    text = str(CARDS / f"tiny-{name}.md")
-    assert main(["hub", "card", name, "--text", text, "--output", str(output)]) == 0
+    output, folder = tmp_path / "README.md", Path(hf_cdb.tiny_checkpoint(name))
+    shutil.copy(folder / "quality_speed.png", tmp_path)
+    arguments = ["--text", str(CARDS / f"tiny-{name}.md"), "--results", str(folder / "evaluation.json")]
+    assert main(["hub", "card", name, *arguments, "--plot", "quality_speed.png", "--output", str(output)]) == 0
     assert capsys.readouterr().out.strip() == str(output)
-    assert output.read_text() == (Path(hf_cdb.tiny_checkpoint(name)) / "README.md").read_text()
+    assert output.read_text() == (folder / "README.md").read_text()
+    card = ModelCard.load(output)
+    scores = {(result.dataset_name, result.metric_name.split(", ")[1]) for result in card.data.eval_results}
+    assert scores == {(task, system) for task in ("tasks", "bible") for system in ("stock", "default")}
+    assert "## Depths\n" in card.text
+    assert main(["hub", "card", name, *arguments, "--plot", "none.png", "--output", str(output)]) == 2
+    assert "plot='none.png'" in capsys.readouterr().err
 
 
 def test_the_command_exports(tmp_path, capsys):
@@ -471,13 +478,13 @@ def test_the_card_says_what_was_calibrated():
     model = random_ouro()
     held_out = {"examples": 50, "loss": 0.0123, "low": -0.01, "high": 0.02, "mean_depth": 1.65}
     chosen = Calibrated(
-        0.97, 0.7, "gate", 0, "last_exited", None, 1, 4, "score: exact_match", 0.95, "sums", 200, 1.64, held_out
+        0.97, 0.7, "gate", 0, "last_exited", None, 1, 4, "score: exact_match", 0.95, "sums", 200, 1.64, held_out, 0.9375
     )
     remember(model, chosen)
     text = " ".join(str(model_card(model, "name")).split())
     assert (
         "Calibrated on sums, 200 examples: with `exit_threshold` 0.7 (`gate`, `last_exited`) the expected loss "
         "(score: exact_match) is below 0.03 with confidence 0.95. On 50 other examples it was 0.0123 (-0.0100 to "
-        "0.0200) at mean depth 1.65."
+        "0.0200) at mean depth 1.65. Full depth scores 0.9375."
     ) in text
     assert '"quality": 0.97' in text

@@ -24,6 +24,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 def add_card_arguments(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     _add_contents(parser)
+    parser.add_argument("--plot", metavar="NAME", help="a picture to show, which lies beside the card")
     parser.add_argument("--output", type=Path, metavar="FILE", help="to write (default README.md in MODEL)")
     parser.set_defaults(run=_card)
 
@@ -57,9 +58,13 @@ def _card(arguments: argparse.Namespace) -> None:
     if arguments.output is None and not Path(source).is_dir():
         raise ValueError(f"MODEL={arguments.model!r} is no folder that a card could be written into. Give --output.")
     output = arguments.output or Path(source) / "README.md"
+    if arguments.plot is not None and not (output.parent / arguments.plot).is_file():
+        raise ValueError(
+            f"plot={arguments.plot!r}: {str(output.parent)!r} has no such file. Put the picture there first."
+        )
     has_tokenizer = saved_tokenizer(source) is not None
     name = arguments.name or Path(source).resolve().name
-    model_card(model, name, tokenizer=has_tokenizer, **_contents(arguments)).save(output)
+    model_card(model, name, tokenizer=has_tokenizer, plot=arguments.plot, **_contents(arguments)).save(output)
     print(output)
 
 
