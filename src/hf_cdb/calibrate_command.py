@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quality",
         type=float,
         required=True,
-        help="share of full depth to keep: the expected loss per example is to be below 1 - QUALITY",
+        help="to keep: the expected loss per example against full depth is to be below 1 - QUALITY, in points of the "
+        "score and not as a share of it",
     )
     parser.add_argument("--confidence", type=float, default=0.95, help="of that (default %(default)s)")
     parser.add_argument(
