@@ -207,10 +207,11 @@ def calibrate(
     runs = LossRuns(model, tokenizer, task, loss, metric, full)
     full_score = runs.full_score(first)
     if full_score is not None and full_score <= limit:
+        way_out = f"Ask for more than {1 - full_score:.4g}, choose" if full_score > 0 else "Choose"
         raise ValueError(
             f"quality={quality} allows a loss of {limit:.4g}, and {metric} of task {task.name!r} is {full_score:.4g} "
-            f"at full depth: wrong answers only would keep that. Ask for more than {1 - full_score:.4g}, choose a task "
-            "that the model can do, or loss='agreement'."
+            f"at full depth: wrong answers only would keep that. {way_out} a task that the model does better, or "
+            "loss='agreement'."
         )
     with tqdm(total=len(grid), desc="thresholds", disable=not progress) as bar:
 
