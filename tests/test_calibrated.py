@@ -57,6 +57,20 @@ def test_the_lowest_quality_that_is_enough(calibrated):
     )
 
 
+def test_losses_and_data_are_kept_apart(ouro):
+    """A quality of one is not compared with that of another, and none forgets another."""
+    entries = [("agreement", "a", 0.9, 0.11), ("score: f1", "a", 0.95, 0.22), ("score: f1", "b", 0.95, 0.33)]
+    for count, (loss, data, quality, value) in enumerate(entries, 1):
+        found = dataclasses.replace(FOUND, loss=loss, data=data, quality=quality, exit_threshold=value)
+        remember(ouro, found)
+        assert threshold(ouro, exit_rule="confidence", quality=0.85) == value  # the last one's
+        assert len(ouro.generation_config.cdb_calibrated) == count
+    remember(ouro, dataclasses.replace(FOUND, loss="agreement", data="a", quality=0.9, exit_threshold=0.12))
+    kept = [entry["exit_threshold"] for entry in ouro.generation_config.cdb_calibrated]
+    assert kept == [0.22, 0.33, 0.12]  # it took the place of its like only
+    refused(["quality=0.95", "is 0.9 (agreement, on a)"], lambda: threshold(ouro, exit_rule="confidence", quality=0.95))
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

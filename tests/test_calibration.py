@@ -177,11 +177,29 @@ def test_scores_are_lost_net_of_what_is_gained(model, rows, monkeypatch):
 
     monkeypatch.setattr("hf_cdb.losses.answer", answer)
     options = {"confidence": 0.6, "cdb": {"exit_rule": "gate"}, "thresholds": [0.5], "progress": False}
-    found = calibrate(model, tokenizer(), task, 0.5, seed=3, **options)
+    found = calibrate(model, tokenizer(), task, 0.6, seed=3, **options)
     even = sum(int(task.examples[k].id) % 2 == 0 for k in numpy.random.default_rng(3).permutation(24)[12:])
     assert found.steps[0].loss == pytest.approx((even - (12 - even)) / 12)
     assert found.steps[0].mean_depth == 2
+    assert found.full_score == even / 12
+    assert f"which score {even / 12:.4f}, 12 examples" in str(found)
     assert answers == [False, True, *([False, True] if found.chosen else [])]
+
+
+def test_nothing_is_certified_where_there_is_nothing_to_lose(model, rows):
+    """A random model has no answer right, so no threshold could lose any."""
+    options = {"confidence": 0.6, "cdb": {"exit_rule": "gate"}, "progress": False}
+    refused(
+        ["quality=0.5", "exact_match of task 'rows' is 0 at full depth", "loss='agreement'"],
+        lambda: calibrate(model, tokenizer(), task_of(rows), 0.5, **options),
+    )
+
+
+def test_repeated_prompts_are_told(model, rows):
+    rows.write_text(rows.read_text() + rows.read_text())
+    options = {"confidence": 0.6, "loss": "agreement", "cdb": {"exit_rule": "gate"}, "thresholds": [1.0]}
+    with pytest.warns(UserWarning, match="task 'rows': 48 examples have 24 different prompts"):
+        calibrate(model, tokenizer(), task_of(rows), 0.5, progress=False, **options)
 
 
 def test_texts(model, tmp_path):

@@ -11,6 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_cdb
+from hf_cdb.checkpoints import model_path
+from hf_cdb.cli import main
 from hf_cdb.training.depth_tables import measure_depths, measure_settings
 
 NAMES = ("ouro", "huginn")
@@ -158,3 +160,16 @@ def test_with_exits_off_cdb_gives_stock_tokens(name):
     assert torch.equal(
         model.generate(**inputs, cdb={"exit_rule": "never", "exit_threshold": None}, **options), expected
     )
+
+
+def test_one_name_for_a_checkpoint_in_every_command(tmp_path, monkeypatch):
+    """Both names of it, and a model in a folder of that name comes first."""
+    monkeypatch.chdir(tmp_path)
+    for name in NAMES:
+        assert model_path(name) == model_path(f"tiny-{name}") == hf_cdb.tiny_checkpoint(name)
+    assert model_path("me/ouro") == "me/ouro"
+    for name in ("tiny-ouro", "ouro"):
+        assert main(["hub", "export", name, str(tmp_path / f"exported-{name}")]) == 0
+        assert (tmp_path / f"exported-{name}" / "model.safetensors").is_file()
+    (tmp_path / "exported-ouro").rename("tiny-ouro")
+    assert model_path("tiny-ouro") == "tiny-ouro"

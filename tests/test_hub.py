@@ -1,7 +1,9 @@
 """Exported folders load and generate where nobody imports the package, and cards say what was measured."""
 
+import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -311,6 +313,8 @@ def test_tables_are_read_from_files(tmp_path):
         ("{{ unknown }}", r"text: 'unknown' is undefined.*\{% raw %\}"),
         ("{% if %}", "text: .*Jinja"),
         ("## A\n## A", "the section 'A' comes twice"),
+        ("---\nlicense: [\n---\nwords", "text: its YAML block cannot be read"),
+        ("---\n- a\n---\nwords", "text: its YAML block cannot be read, repo card metadata block should be a dict"),
     ],
 )
 def test_texts_that_cannot_be_read(text, words):
@@ -325,7 +329,8 @@ def test_texts_that_cannot_be_read(text, words):
         ({**RESULTS, "schema": 2}, "schema 2 is unknown"),
         ({"schema": 1, "model": {}, "tasks": []}, "results has no depth_curve and signal and systems"),
         ({**RESULTS, "systems": []}, "results has no systems"),
-        ({**RESULTS, "model": {"loops": 8}}, "results are of a model of 8 loops, and OuroForCausalLM has 4"),
+        ({**RESULTS, "model": {"loops": 8}}, "results are of a model with loops 8, and that of this one is 4"),
+        ({**RESULTS, "model": {"loops": 4, "vocab_size": 7}}, "a model with vocab_size 7, and that of this one is"),
         ({**RESULTS, "systems": RESULTS["systems"][1:2]}, r"none of the systems \['engine'\] is stock or default"),
     ],
 )
@@ -361,6 +366,9 @@ def test_nothing_is_written_where_the_card_cannot_be(tmp_path):
         ({"results": {}}, ValueError),
         ({"text": "{{ unknown }}"}, ValueError),
         ({"plot": tmp_path / "none.png"}, FileNotFoundError),
+        ({"plot": Path(__file__)}, ValueError),
+        ({"name": "two\nlines"}, ValueError),
+        ({"repo_id": " "}, ValueError),
         ({"depths": {9: 1}}, ValueError),
     ):
         with pytest.raises(error):
@@ -385,22 +393,75 @@ def test_an_export_replaces_an_earlier_one(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(folder).config.hidden_size == 32
 
 
+def test_nothing_of_an_earlier_export_speaks_of_the_new_model(tmp_path, exported):
+    folder = shutil.copytree(exported, tmp_path / "model")
+    (folder / "tokenizer notes.md").write_text("mine")
+    export(random_dory(), folder)
+    left = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    assert left == {
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer notes.md",
+        "custom_generate/generate.py", "custom_generate/requirements.txt",
+    }  # fmt: skip
+    folder = shutil.copytree(exported, tmp_path / "again")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    export(model, folder, tokenizer=tokenizer, plot=folder / "quality_speed.png")  # all of it its own
+    assert {file.name for file in folder.rglob("*")} == {file.name for file in exported.rglob("*")}
+    assert AutoTokenizer.from_pretrained(folder)(PROMPT) == tokenizer(PROMPT)
+
+
+def usage(card):
+    """The code of a card's usage."""
+    return str(card).partition("```python\n")[2].partition("```")[0]
+
+
+@pytest.mark.parametrize("name", ['a"b\\', "'; import os #", "日本語", "{{ 7*7 }}"])
+def test_any_name_makes_code_that_runs(name, tmp_path):
+    card = model_card(random_ouro(), name, tokenizer=False)
+    assert f"path = {name!r}" in ast.unparse(ast.parse(usage(card)))
+    assert ModelCard(str(card)).text.lstrip().startswith(f"# {name}\n")
+
+
+def test_the_usage_without_a_tokenizer_runs(tmp_path, capsys):
+    folder = export(random_ouro(), tmp_path / "model", repo_id=str(tmp_path / "model"))
+    code = usage(ModelCard.load(folder / "README.md"))
+    assert "okenizer(" not in code
+    exec(code, {})
+    assert capsys.readouterr().out.startswith("tensor([[ 1,  2,  3, ")
+
+
+def test_results_of_a_model_of_another_name(tmp_path):
+    model, _ = load("ouro")
+    results = {**RESULTS, "model": {"loops": 4, "name": "some/other"}}
+    with pytest.warns(UserWarning, match="results are of the model 'some/other', and this one was loaded from"):
+        card = model_card(model, "name", results=results)
+    assert "Measured: `some/other`." in str(card)
+
+
 def test_adapters_of_peft_are_to_be_merged_first(tmp_path):
     from peft import LoraConfig, get_peft_model
 
     wrapped = get_peft_model(random_ouro(), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    with pytest.raises(ValueError, match=r"Export model\.merge_and_unload"):
-        export(wrapped, tmp_path / "model")
+    for model in (wrapped, wrapped.get_base_model()):  # the second holds its layers still
+        with pytest.raises(ValueError, match=r"Export model\.merge_and_unload"):
+            export(model, tmp_path / "model")
+    export(wrapped.merge_and_unload(), tmp_path / "model")
 
 
 @pytest.mark.parametrize("name", ["ouro", "huginn"])
 def test_cards_of_the_embedded_checkpoints_are_made_so(name, tmp_path, capsys):
     """The committed card is what the documented command writes."""
-    output = tmp_path / "README.md"
-    text = str(CARDS / f"tiny-{name}.md")
-    assert main(["hub", "card", name, "--text", text, "--output", str(output)]) == 0
+    output, folder = tmp_path / "README.md", Path(hf_cdb.tiny_checkpoint(name))
+    shutil.copy(folder / "quality_speed.png", tmp_path)
+    arguments = ["--text", str(CARDS / f"tiny-{name}.md"), "--results", str(folder / "evaluation.json")]
+    assert main(["hub", "card", name, *arguments, "--plot", "quality_speed.png", "--output", str(output)]) == 0
     assert capsys.readouterr().out.strip() == str(output)
-    assert output.read_text() == (Path(hf_cdb.tiny_checkpoint(name)) / "README.md").read_text()
+    assert output.read_text() == (folder / "README.md").read_text()
+    card = ModelCard.load(output)
+    scores = {(result.dataset_name, result.metric_name.split(", ")[1]) for result in card.data.eval_results}
+    assert scores == {(task, system) for task in ("tasks", "bible") for system in ("stock", "default")}
+    assert "## Depths\n" in card.text
+    assert main(["hub", "card", name, *arguments, "--plot", "none.png", "--output", str(output)]) == 2
+    assert "plot='none.png'" in capsys.readouterr().err
 
 
 def test_the_command_exports(tmp_path, capsys):
@@ -417,13 +478,13 @@ def test_the_card_says_what_was_calibrated():
     model = random_ouro()
     held_out = {"examples": 50, "loss": 0.0123, "low": -0.01, "high": 0.02, "mean_depth": 1.65}
     chosen = Calibrated(
-        0.97, 0.7, "gate", 0, "last_exited", None, 1, 4, "score: exact_match", 0.95, "sums", 200, 1.64, held_out
+        0.97, 0.7, "gate", 0, "last_exited", None, 1, 4, "score: exact_match", 0.95, "sums", 200, 1.64, held_out, 0.9375
     )
     remember(model, chosen)
     text = " ".join(str(model_card(model, "name")).split())
     assert (
         "Calibrated on sums, 200 examples: with `exit_threshold` 0.7 (`gate`, `last_exited`) the expected loss "
         "(score: exact_match) is below 0.03 with confidence 0.95. On 50 other examples it was 0.0123 (-0.0100 to "
-        "0.0200) at mean depth 1.65."
+        "0.0200) at mean depth 1.65. Full depth scores 0.9375."
     ) in text
     assert '"quality": 0.97' in text

@@ -311,6 +311,17 @@ def test_stop_strings(manager):
     assert len(wanted[0]) < 8
 
 
+def test_prompts_have_no_padding():
+    """The id of padding is a token like others, first, last and alone."""
+    model = random_ouro()
+    model.generation_config.pad_token_id = 0
+    with CDBManager(model, cdb=GATE) as manager:
+        for prompt in ([0], [0, 5, 0], [7, 0]):
+            name = manager.add_request(prompt, max_new_tokens=4)
+            mask = torch.ones(1, len(prompt), dtype=torch.long)
+            assert [told(last(manager, name))] == alone(model, prompt, max_new_tokens=4, attention_mask=mask)
+
+
 def test_who_starts_first():
     """One place: by priority, then by deadline, then by order of arrival."""
     model = random_ouro()

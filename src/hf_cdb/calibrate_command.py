@@ -4,10 +4,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .bench.models import DTYPES, EMBEDDED
+from .bench.models import DTYPES
 from .bench.report import Report, check_outputs, set_threads
 from .calibrated import remember
 from .calibration import calibrate
+from .checkpoints import EMBEDDED
 from .evaluation.config import load_config
 from .evaluation.run import load_model_to_evaluate
 from .evaluation.tasks import Task, load_task
@@ -35,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quality",
         type=float,
         required=True,
-        help="share of full depth to keep: the expected loss per example is to be below 1 - QUALITY",
+        help="to keep: the expected loss per example against full depth is to be below 1 - QUALITY, in points of the "
+        "score and not as a share of it",
     )
     parser.add_argument("--confidence", type=float, default=0.95, help="of that (default %(default)s)")
     parser.add_argument(
@@ -87,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_outputs(json=arguments.json)
     if arguments.limit is not None and arguments.limit < 1:
         raise ValueError(f"limit={arguments.limit}: choose at least 1.")
-    if arguments.save and not Path(arguments.model).is_dir():
+    if arguments.save and not (Path(arguments.model) / "config.json").is_file():
         raise ValueError(
             f"save: model={arguments.model!r} is no folder of yours that a generation_config.json could be written "
             "into. Save the model into one by save_pretrained, and calibrate that."

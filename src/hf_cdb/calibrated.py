@@ -26,6 +26,7 @@ class Calibrated:
         mean_depth: loops per generated token on them.
         held_out: on other examples: their number `examples`, the mean `loss` with its interval `low`, `high` of the
             same confidence, and `mean_depth`.
+        full_score: mean score at full depth on the examples; None where the loss is no score.
     """
 
     quality: float
@@ -42,15 +43,23 @@ class Calibrated:
     examples: int
     mean_depth: float
     held_out: dict[str, Any]
+    full_score: float | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
         """What it holds for."""
         return {name: getattr(self, name) for name in SETTINGS}
 
+    @property
+    def measure(self) -> tuple[str, str]:
+        """What its quality is of: qualities of another loss or other data cannot be held against it."""
+        return self.loss, self.data
+
 
 def calibrated_threshold(generation_config: Any, quality: float, settings: Mapping[str, Any]) -> float:
     """The threshold of the lowest calibrated quality that is at least the one asked for.
+
+    Of several losses or data that were calibrated with these settings the last one says what quality means.
 
     Args:
         generation_config: the model's.
@@ -77,12 +86,13 @@ def calibrated_threshold(generation_config: Any, quality: float, settings: Mappi
             f"quality={quality} with {asked}: calibrated was {_text(nearest)}, and its threshold promises nothing for "
             f"other settings. Use those, calibrate with yours, or set exit_threshold."
         )
-    enough = [entry for entry in fitting if entry.quality >= quality]
+    alike = [entry for entry in fitting if entry.measure == fitting[-1].measure]
+    enough = [entry for entry in alike if entry.quality >= quality]
     if not enough:
-        highest = max(entry.quality for entry in fitting)
+        highest = max(alike, key=lambda entry: entry.quality)
         raise ValueError(
-            f"quality={quality}: the highest that was calibrated for these settings is {highest}. Ask for no "
-            f"more, or calibrate it: {command}."
+            f"quality={quality}: the highest that was calibrated for these settings is {highest.quality} "
+            f"({highest.loss}, on {highest.data}). Ask for no more, or calibrate it: {command}."
         )
     return min(enough, key=lambda entry: entry.quality).exit_threshold
 
@@ -90,11 +100,12 @@ def calibrated_threshold(generation_config: Any, quality: float, settings: Mappi
 def remember(model: Any, found: Calibrated) -> None:
     """Put a calibrated threshold into the model's generation config, and make it what `cdb=True` uses.
 
-    It takes the place of one for the same quality and settings; others stay. Saved settings that do not concern exits
-    stay too.
+    It takes the place of one for the same quality, settings, loss and data; others stay. Saved settings that do not
+    concern exits stay too.
     """
     config = model.generation_config
-    kept = [entry for entry in _entries(config) if (entry.quality, entry.settings) != (found.quality, found.settings)]
+    key = (found.quality, found.settings, found.measure)
+    kept = [entry for entry in _entries(config) if (entry.quality, entry.settings, entry.measure) != key]
     config.cdb_calibrated = [dataclasses.asdict(entry) for entry in (*kept, found)]
     cdb = getattr(config, "cdb", None)
     saved = {**(_plain(getattr(config, "cdb_config", None))), **(_plain(cdb))}

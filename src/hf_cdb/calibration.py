@@ -8,6 +8,7 @@ stated confidence *all* that passed keep the quality, and the shallowest of them
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,7 @@ class Calibration:
         quality, confidence, loss: as asked for.
         settings: that were calibrated for, as resolved for the model.
         full_depth: loops of the runs that losses are against.
+        full_score: their mean score on the examples; None where the loss is no score.
         examples: that thresholds were tested on.
         steps: the thresholds in their order, up to the first that failed.
         chosen: what can be remembered; None where no threshold passed.
@@ -59,6 +61,7 @@ class Calibration:
     loss: str
     settings: dict[str, Any]
     full_depth: int
+    full_score: float | None
     examples: int
     steps: list[Step]
     chosen: Calibrated | None
@@ -70,7 +73,8 @@ class Calibration:
             for step in self.steps
         ]
         settings = ", ".join(f"{name} {value}" for name, value in self.settings.items() if value is not None)
-        lines = [f"{self.loss} lost against {self.full_depth} loops, {self.examples} examples; {settings}", ""]
+        scoring = "" if self.full_score is None else f", which score {self.full_score:.4f}"
+        lines = [f"{self.loss} lost against {self.full_depth} loops{scoring}, {self.examples} examples; {settings}", ""]
         lines += [markdown_table(columns, rows), "", self._verdict()]
         return "\n".join(lines)
 
@@ -157,8 +161,11 @@ def calibrate(
         progress: show a bar.
 
     Raises:
-        ValueError: values that cannot work, settings that the model cannot follow, or so few examples that no
-            threshold could pass.
+        ValueError: values that cannot work, settings that the model cannot follow, so few examples that no threshold
+            could pass, or a score at full depth so low that any would.
+
+    Warns:
+        UserWarning: prompts that come more than once.
     """
     adapter = adapter_for(model)
     for name, value in (("quality", quality), ("confidence", confidence), ("held_out", held_out)):
@@ -189,8 +196,23 @@ def calibrate(
             f"lost; task {task.name!r} has {len(first)} to calibrate on, and {len(second)} held out. Give more "
             "examples, ask for less, or hold out a smaller share."
         )
+    distinct = len({example.prompt for example in task.examples})
+    if distinct < len(task.examples):
+        warnings.warn(
+            f"task {task.name!r}: {len(task.examples)} examples have {distinct} different prompts. Repeated ones are "
+            "not independent, and the confidence is less than stated. Leave them out.",
+            stacklevel=2,
+        )
     full = CDBConfig(exit_rule="never", max_depth=config.max_depth)
     runs = LossRuns(model, tokenizer, task, loss, metric, full)
+    full_score = runs.full_score(first)
+    if full_score is not None and full_score <= limit:
+        way_out = f"Ask for more than {1 - full_score:.4g}, choose" if full_score > 0 else "Choose"
+        raise ValueError(
+            f"quality={quality} allows a loss of {limit:.4g}, and {metric} of task {task.name!r} is {full_score:.4g} "
+            f"at full depth: wrong answers only would keep that. {way_out} a task that the model does better, or "
+            "loss='agreement'."
+        )
     with tqdm(total=len(grid), desc="thresholds", disable=not progress) as bar:
 
         def measure(threshold: float) -> Sample:
@@ -221,8 +243,9 @@ def calibrate(
                 "high": high,
                 "mean_depth": check.mean_depth,
             },
+            full_score=full_score,
         )
-    return Calibration(quality, confidence, loss, settings, depth, len(first), steps, chosen)
+    return Calibration(quality, confidence, loss, settings, depth, full_score, len(first), steps, chosen)
 
 
 def _check_loss(task: Task, loss: str, metric: str | None) -> str | None:

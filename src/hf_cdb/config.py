@@ -33,8 +33,8 @@ class CDBConfig:
             `confidence`, `never`, `replay`, an `ExitRule`, or `auto`: the gate where the model has one, else
             latent-diff.
         exit_threshold: on the rule's own scale; default the rule's, and for a gate the checkpoint's.
-        quality: in place of a threshold, the share of full depth's quality to keep: the threshold that `hf-cdb
-            calibrate` found for it with these settings, or the one for the next higher quality.
+        quality: in place of a threshold, 1 less the expected loss against full depth, in points: the threshold that
+            `hf-cdb calibrate` found for it with these settings, or the one for the next higher quality.
         lookahead: 1: a decision takes effect one loop later.
         kv_policy: which keys and values stand for the loops that a token did not run: `last_exited`, `shared`,
             `first_then_shared`, `modular`, or `auto`: the exact one for the model.

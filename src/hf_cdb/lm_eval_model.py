@@ -16,6 +16,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 from .adapters import adapter_for
+from .checkpoints import model_path
 from .config import CDBConfig, saved_settings
 from .generation import enable_cdb
 from .stats import CDBStats
@@ -34,7 +35,7 @@ class CDBHarnessModel(HFLM):
     of the batch.
 
     Args:
-        pretrained: folder or name of a looped model, or the model.
+        pretrained: "tiny-ouro", "tiny-huginn", a folder or Hub id of a looped model, or the model.
         cdb: True, or a dict of settings; the settings can be given by their own names too, as in
             `--model_args pretrained=DIR,exit_rule=gate,exit_threshold=0.6`.
         **kwargs: settings of `CDBConfig`, and arguments of `hf`.
@@ -50,7 +51,7 @@ class CDBHarnessModel(HFLM):
     def __init__(self, pretrained: Any, cdb: Any = True, **kwargs):
         names = {field.name for field in dataclasses.fields(CDBConfig)}
         given = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
-        super().__init__(pretrained, **kwargs)
+        super().__init__(model_path(pretrained) if isinstance(pretrained, str) else pretrained, **kwargs)
         enable_cdb(self.model)
         self._adapter = adapter_for(self.model)
         saved = saved_settings(self.model.generation_config, self._adapter)

@@ -59,16 +59,24 @@ class LossRuns:
 
     def sample(self, config: CDBConfig, examples: Sequence[Example]) -> Sample:
         """Run settings on examples."""
-        missing = [example for example in examples if example.id not in self.of_full]
-        if missing:
-            self.of_full |= zip((e.id for e in missing), self._records(self.full, missing), strict=True)
+        full = self._full(examples)
         records = self._records(config, examples)
-        full = [self.of_full[example.id] for example in examples]
         depths: Counter[int] = Counter()
         for record in records:
             depths.update({int(depth): count for depth, count in record["depths"].items()})
         mean = sum(depth * count for depth, count in depths.items()) / sum(depths.values())
         return Sample(numpy.array(self._losses(examples, records, full)), mean)
+
+    def full_score(self, examples: Sequence[Example]) -> float | None:
+        """Mean score of full depth; None where the loss is no score."""
+        return float(numpy.mean(self._scores(examples, self._full(examples)))) if self.loss == "score" else None
+
+    def _full(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
+        """Records of full depth."""
+        missing = [example for example in examples if example.id not in self.of_full]
+        if missing:
+            self.of_full |= zip((e.id for e in missing), self._records(self.full, missing), strict=True)
+        return [self.of_full[example.id] for example in examples]
 
     def _records(self, config: CDBConfig, examples: Sequence[Example]) -> list[dict[str, Any]]:
         system = System("calibrated", config, None, self.adapter.full_depth)
@@ -83,11 +91,12 @@ class LossRuns:
             return [1 - record["agreement"] for record in records]
         if self.loss == "agreement":
             return [_disagreement(*pair) for pair in zip(records, full, strict=True)]
-        own, base = (
-            [score[self.metric] for score in self.task.score_all(examples, [r["completion"] for r in runs])]
-            for runs in (records, full)
-        )
+        own, base = self._scores(examples, records), self._scores(examples, full)
         return [left - right for left, right in zip(base, own, strict=True)]
+
+    def _scores(self, examples, records) -> list[float]:
+        completions = [record["completion"] for record in records]
+        return [score[self.metric] for score in self.task.score_all(examples, completions)]
 
 
 def _disagreement(record: Mapping[str, Any], full: Mapping[str, Any]) -> float:

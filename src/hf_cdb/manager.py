@@ -480,7 +480,9 @@ class CDBManager:
         if seed is None and generation_config.do_sample:
             config = dataclasses.replace(config, seeds=[int(torch.randint(2**62, ()))])
         with self._preparing:
-            run = prepare_run(self.model, prompt[None], generation_config=generation_config, cdb=config, **kwargs)
+            # Without a mask `generate` would take ids of padding for padding, and a prompt here has none.
+            options = {"attention_mask": torch.ones_like(prompt)[None], "generation_config": generation_config}
+            run = prepare_run(self.model, prompt[None], cdb=config, **options, **kwargs)
             self._check_settings(run.config)
             rule = self._shared(run.config.exit_rule)
         for request in run.requests:

@@ -13,6 +13,7 @@ from hf_cdb.calibration import default_thresholds
 from hf_cdb.cli import main
 from hf_cdb.robustness import drift as drift_module
 from hf_cdb.robustness import reading as reading_module
+from hf_cdb.robustness.command import _base
 from hf_cdb.robustness.drift import drift
 from hf_cdb.robustness.material import Material, task_material, text_material, token_class
 from hf_cdb.robustness.reading import mixed, read
@@ -138,6 +139,34 @@ def test_errors_and_policies(study):
     assert rows["last_exited", "never", 0, "text"]["tokens lost"] == 0
     assert rows["last_exited", "gate", 0, "text"]["loops"] == base.mean_depth
     assert rows["shared", "never", 0, "text"]["tokens lost"] > 0
+
+
+SAVED = {"lookahead": 1, "min_depth": 2, "max_depth": 3, "kv_policy": "modular", "kv_slots": 3}
+
+
+def test_all_that_is_saved_is_studied(study):
+    """Each part runs the saved lookahead, policy and depth bounds, but for what it varies itself."""
+    model = study.model
+    saved = {"exit_rule": "gate", "exit_threshold": 0.6, "max_num_seqs": 2, **SAVED}
+    before, model.generation_config.cdb_config = model.generation_config.cdb_config, saved
+    try:
+        base = _base(model, {})
+        assert base == {"exit_rule": "gate", "exit_threshold": 0.6, **SAVED}
+        assert _base(model, {"lookahead": 0, "exit_threshold": 0.5}) == {
+            **{name: value for name, value in base.items() if name != "lookahead"}, "exit_threshold": 0.5,
+        }  # fmt: skip
+    finally:
+        model.generation_config.cdb_config = before
+    own = Study(model, base, study.materials, progress=False)
+    wanted = own.figures("text", read(model, study.materials["text"], base))
+    rows = {(row["noise"], row["bias"]): row for row in own.noise().rows if row["data"] == "text"}
+    assert rows[0.0, 0.0] == {"noise": 0.0, "bias": 0.0, **wanted}
+    assert all(2 <= row["loops"] <= 3 for row in rows.values())
+    rows = {(row["kv policy"], row["rule"], row["lookahead"]): row for row in own.policies().rows[1::2]}
+    assert {name: rows["modular", "gate", 1][name] for name in wanted} == wanted
+    assert rows["last_exited", "never", 0]["loops"] == 3
+    rows = [row for row in own.rules().rows if row["data"] == "text"]
+    assert all(2 <= row["loops"] <= 3 for row in rows)
 
 
 def test_rules_are_aimed_at_the_depth_of_the_base(study):

@@ -8,13 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..adapters import adapter_for
-from ..checkpoints import tiny_checkpoint
+from ..checkpoints import EMBEDDED, model_path, tiny_checkpoint
 from ..generation import enable_cdb
 from ..models import HuginnConfig, OuroConfig
 
 __all__ = ["RANDOM", "add_model_arguments", "check_device", "load_model", "load_tokenizer", "plain_generation"]
 
-EMBEDDED = ("tiny-ouro", "tiny-huginn")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 # Sizes of the random models. The parameters of their cores give them their names.
@@ -96,7 +95,7 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> PreTra
         hint = f" Did you mean {near[0]}?" if near else ""
         raise ValueError(f"model={name!r}: no random model has this name.{hint} There are {', '.join(RANDOM)}.")
     else:
-        folder = tiny_checkpoint(name) if name in EMBEDDED else name
+        folder = model_path(name)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind).to(device)
     model = enable_cdb(model.eval())
     model.generation_config.update(eos_token_id=None, pad_token_id=0)
@@ -117,7 +116,7 @@ def _random_model(sizes: dict[str, Any], dtype: torch.dtype, device: str) -> Pre
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The model's tokenizer; for a random model that of the embedded Ouro, whose ids any of them has."""
-    folder = tiny_checkpoint("ouro") if name in RANDOM else tiny_checkpoint(name) if name in EMBEDDED else name
+    folder = tiny_checkpoint("ouro") if name in RANDOM else model_path(name)
     return AutoTokenizer.from_pretrained(folder)
 
 

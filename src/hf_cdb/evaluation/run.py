@@ -13,9 +13,9 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from ..adapters import LoopAdapter, adapter_for
-from ..bench.models import EMBEDDED, check_device
+from ..bench.models import check_device
 from ..bench.report import environment, model_sizes
-from ..checkpoints import tiny_checkpoint
+from ..checkpoints import model_path
 from ..generation import enable_cdb
 from .answers import answer
 from .config import EvaluationConfig, System, make_systems
@@ -38,7 +38,7 @@ def load_model_to_evaluate(
         OSError: no such folder, and no such model on the Hub.
     """
     check_device(device)
-    folder = tiny_checkpoint(name) if name in EMBEDDED else name
+    folder = model_path(name)
     model = AutoModelForCausalLM.from_pretrained(folder, revision=revision or "main", dtype=getattr(torch, dtype))
     return enable_cdb(model.to(device).eval()), AutoTokenizer.from_pretrained(folder, revision=revision or "main")
 

@@ -1,6 +1,7 @@
 """The model card of a looped model."""
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from ..adapters import adapter_for
 from ..bench.report import model_sizes
 from ..config import CDBConfig, saved_settings
 from ..evaluation.report import to_markdown
-from .results import depth_histogram, eval_results, load_results
+from .results import check_model, depth_histogram, eval_results, load_results
 from .text import CardText, read_text
 
 __all__ = ["model_card", "origin"]
@@ -30,6 +31,7 @@ def model_card(
     results: Mapping[str, Any] | str | Path | None = None,
     depths: Mapping[int, int] | None = None,
     plot: str | None = None,
+    tokenizer: bool = True,
     base_model: str | Sequence[str] | None = None,
     language: str | Sequence[str] | None = None,
     license: str | None = None,
@@ -39,7 +41,7 @@ def model_card(
 
     Args:
         model: a looped model with an adapter; its sizes and what its generation config says of cdb are told.
-        name: title, and name of the model in the metadata.
+        name: title, and name of the model in the metadata; one line.
         repo_id: what to load it by in the usage; default the name.
         text: Markdown of your own, see `hf_cdb.hub.text.read_text`: a YAML block adds metadata, what comes before the
             first `##` is the description, and sections stand after the usage. A section "Usage" takes the place of the
@@ -48,11 +50,19 @@ def model_card(
         results: `results.json` of an evaluation, or its path: tables, depths and `model-index`.
         depths: loop -> tokens, as `output.stats.depths`, in place of those of the results' system "default".
         plot: name of a picture in the folder of the card.
+        tokenizer: whether one is saved with the model; without, the usage starts from token ids.
         base_model, language, license, tags: metadata; tags come after those of hf_cdb.
 
     Raises:
-        ValueError: a model without an adapter, results of another kind or another model, or a text that cannot be read.
+        ValueError: a model without an adapter, a name of several lines, results of another kind or of a model of other
+            sizes, or a text that cannot be read.
+
+    Warns:
+        UserWarning: results of a model of another name. The card says which one was measured.
     """
+    for key, value in (("name", name), ("repo_id", repo_id)):
+        if value is not None and (not value.strip() or not value.isprintable()):
+            raise ValueError(f"{key}={value!r}: choose a line of text that can be printed.")
     adapter = adapter_for(model)
     source = getattr(model, "name_or_path", None)
     written = CardText() if text is None else read_text(text, source if source and Path(source).is_dir() else None)
@@ -68,10 +78,11 @@ def model_card(
     counted = "Generated tokens"
     if results is not None:
         results = load_results(results)
-        if results["model"]["loops"] != sizes["loops"]:
-            raise ValueError(
-                f"results are of a model of {results['model']['loops']} loops, and {sizes['class']} has "
-                f"{sizes['loops']}. Pass those of this model."
+        check_model(results, sizes)
+        measured = results["model"].get("name")
+        if source and measured and Path(source).name != Path(measured).name:
+            warnings.warn(
+                f"results are of the model {measured!r}, and this one was loaded from {source!r}.", stacklevel=2
             )
         metadata |= {"model_name": name, "eval_results": eval_results(results)}
         if depths is None:
@@ -86,7 +97,9 @@ def model_card(
         usage=sections.pop("Usage", None),
         limits=sections.pop("Limits", None),
         sections=sections,
-        path=repo_id or name,
+        path=json.dumps(repo_id or name, ensure_ascii=False),  # a literal of Python, too
+        tokenizer=tokenizer,
+        measured=None if results is None else results["model"].get("name"),
         known=origin(model),
         settings=None if settings is None else json.dumps(CDBConfig.plain(settings)),
         threshold=adapter.default_threshold,

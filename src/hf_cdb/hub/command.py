@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..checkpoints import NAMES, tiny_checkpoint
+from ..checkpoints import EMBEDDED, model_path, saved_tokenizer
 from .card import model_card
 from .export import export
 
@@ -24,14 +24,13 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 def add_card_arguments(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     _add_contents(parser)
+    parser.add_argument("--plot", metavar="NAME", help="a picture to show, which lies beside the card")
     parser.add_argument("--output", type=Path, metavar="FILE", help="to write (default README.md in MODEL)")
     parser.set_defaults(run=_card)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", metavar="MODEL", help=f"a folder, a Hub id, or an embedded checkpoint: {', '.join(NAMES)}"
-    )
+    parser.add_argument("model", metavar="MODEL", help=f"{', '.join(EMBEDDED)}, a folder or a Hub id")
 
 
 def _add_contents(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +49,7 @@ def _add_contents(parser: argparse.ArgumentParser) -> None:
 def _export(arguments: argparse.Namespace) -> None:
     source, model = _load(arguments.model)
     name = arguments.name or arguments.folder.resolve().name
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = saved_tokenizer(source)
     print(export(model, arguments.folder, tokenizer=tokenizer, name=name, plot=arguments.plot, **_contents(arguments)))
 
 
@@ -59,13 +58,19 @@ def _card(arguments: argparse.Namespace) -> None:
     if arguments.output is None and not Path(source).is_dir():
         raise ValueError(f"MODEL={arguments.model!r} is no folder that a card could be written into. Give --output.")
     output = arguments.output or Path(source) / "README.md"
-    model_card(model, arguments.name or Path(source).resolve().name, **_contents(arguments)).save(output)
+    if arguments.plot is not None and not (output.parent / arguments.plot).is_file():
+        raise ValueError(
+            f"plot={arguments.plot!r}: {str(output.parent)!r} has no such file. Put the picture there first."
+        )
+    has_tokenizer = saved_tokenizer(source) is not None
+    name = arguments.name or Path(source).resolve().name
+    model_card(model, name, tokenizer=has_tokenizer, plot=arguments.plot, **_contents(arguments)).save(output)
     print(output)
 
 
 def _load(model: str) -> tuple[str, PreTrainedModel]:
     """Folder or Hub id, and the model in the dtype it was saved in."""
-    source = tiny_checkpoint(model) if model in NAMES else model
+    source = model_path(model)
     return source, AutoModelForCausalLM.from_pretrained(source, dtype="auto").eval()
 
 

@@ -16,6 +16,23 @@ from .card import model_card, origin
 __all__ = ["export"]
 
 _GENERATE = Path("custom_generate", "generate.py")
+_PICTURE = "quality_speed"
+_PICTURES = (".png", ".jpg", ".jpeg", ".svg", ".gif", ".webp")  # that a card on the Hub shows
+# What not every export writes: of an earlier one it would speak of another model.
+_OPTIONAL = (
+    f"{HEADS_FOLDER}/*.safetensors",
+    f"{_PICTURE}.*",
+    "modeling_hf_cdb.py",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)
 _MARK = "Made by hf_cdb.hub.export."
 # Loaded with trust_remote_code where nobody has imported the package: importing it registers the classes.
 _MODELING = '''"""The classes of this model, which come with the package `hf_cdb`. {mark}"""
@@ -50,8 +67,9 @@ def export(
 
     Args:
         model: a looped model with an adapter, in the dtype to save it in.
-        folder: empty, missing, or the result of an earlier export, whose files are replaced.
-        tokenizer: saved too.
+        folder: empty, missing, or the result of an earlier export, whose files are replaced; its tokenizer, heads and
+            picture go where this one has none.
+        tokenizer: saved too; without one the usage starts from token ids.
         name: title of the card; default the folder's name.
         plot: a picture, as an evaluation draws it; copied and shown in the card.
         repo_id, text, results, depths, base_model, language, license, tags: see `model_card`.
@@ -62,17 +80,17 @@ def export(
     Raises:
         FileExistsError: the folder holds something that no export wrote.
         FileNotFoundError: there is no such plot.
-        ValueError: a model wrapped by PEFT, and what `model_card` raises. Nothing has been written then.
+        ValueError: a model with layers of PEFT, a plot that is no picture, and what `model_card` raises. Nothing has
+            been written then.
     """
     folder = Path(folder)
     _check_folder(folder)
-    if hasattr(model, "get_base_model"):
+    if layer := next((layer for layer in model.modules() if origin(layer) == "peft"), None):
         raise ValueError(
-            f"model={type(model).__name__} is an adapter of PEFT around a model. Export model.merge_and_unload()."
+            f"model={type(model).__name__} holds an adapter of PEFT ({type(layer).__name__}), whose weights would get "
+            "lost. Export model.merge_and_unload() of the PEFT model."
         )
-    if plot is not None and not Path(plot).is_file():
-        raise FileNotFoundError(f"plot={str(plot)!r} is no file. Name a picture, or leave it out.")
-    picture = None if plot is None else f"quality_speed{Path(plot).suffix}"
+    picture = None if plot is None else _picture(Path(plot))
     card = model_card(
         model,
         name or folder.resolve().name,
@@ -81,6 +99,7 @@ def export(
         results=results,
         depths=depths,
         plot=picture,
+        tokenizer=tokenizer is not None,
         base_model=base_model,
         language=language,
         license=license,
@@ -88,15 +107,17 @@ def export(
     )
     _write_code(folder)  # first: by it the folder is known as an export, should what follows fail
     model.save_pretrained(folder)
-    heads = save_exit_heads(model, folder)  # those of models whose own `save_pretrained` knows none, too
-    for stale in set((folder / HEADS_FOLDER).glob("*.safetensors")) - set(heads):
-        stale.unlink()
+    written = set(save_exit_heads(model, folder))  # those of models whose own `save_pretrained` knows none, too
     if origin(model) == "hf_cdb":
-        _write_auto_map(folder, type(model.config).__name__, type(model).__name__)
+        written.add(_write_auto_map(folder, type(model.config).__name__, type(model).__name__))
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    if picture is not None and Path(plot).resolve() != (folder / picture).resolve():
-        shutil.copyfile(plot, folder / picture)
+        written |= set(map(Path, tokenizer.save_pretrained(folder)))
+    if picture is not None:
+        written.add(folder / picture)
+        if Path(plot).resolve() != (folder / picture).resolve():
+            shutil.copyfile(plot, folder / picture)
+    for stale in {file for pattern in _OPTIONAL for file in folder.glob(pattern)} - written:
+        stale.unlink()
     card.save(folder / "README.md")
     return folder
 
@@ -114,6 +135,15 @@ def _check_folder(folder: Path) -> None:
         )
 
 
+def _picture(plot: Path) -> str:
+    """Name of a plot's copy in the folder."""
+    if not plot.is_file():
+        raise FileNotFoundError(f"plot={str(plot)!r} is no file. Name a picture, or leave it out.")
+    if plot.suffix.lower() not in _PICTURES:
+        raise ValueError(f"plot={str(plot)!r} is no picture that a card shows. Give one of {', '.join(_PICTURES)}.")
+    return f"{_PICTURE}{plot.suffix}"
+
+
 def _write_code(folder: Path) -> None:
     code = folder / _GENERATE
     code.parent.mkdir(parents=True, exist_ok=True)
@@ -121,9 +151,10 @@ def _write_code(folder: Path) -> None:
     code.with_name("requirements.txt").write_text(f"hf-cdb>={version('hf-cdb')}\n", encoding="utf-8")
 
 
-def _write_auto_map(folder: Path, config: str, model: str) -> None:
-    code = _MODELING.format(mark=_MARK, config=config, model=model)
-    (folder / "modeling_hf_cdb.py").write_text(code, encoding="utf-8")
+def _write_auto_map(folder: Path, config: str, model: str) -> Path:
+    """Let the config name classes, and return the file that imports them."""
+    code = folder / "modeling_hf_cdb.py"
+    code.write_text(_MODELING.format(mark=_MARK, config=config, model=model), encoding="utf-8")
     file = folder / "config.json"
     content = json.loads(file.read_text(encoding="utf-8"))
     content["auto_map"] = {
@@ -131,3 +162,4 @@ def _write_auto_map(folder: Path, config: str, model: str) -> None:
         "AutoModelForCausalLM": f"modeling_hf_cdb.{model}",
     }
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return code

@@ -9,11 +9,12 @@ from huggingface_hub import EvalResult
 from ..bench.json_file import read_json
 from ..bench.report import markdown_table
 
-__all__ = ["depth_histogram", "eval_results", "load_results"]
+__all__ = ["check_model", "depth_histogram", "eval_results", "load_results"]
 
 _SCHEMA = 1
 # Systems of an evaluation whose scores go into the metadata: full depth, and what the model is shipped with.
 _INDEXED = ("stock", "default")
+_SIZES = ("class", "loops", "parameters", "parameters_per_loop", "kv_heads", "head_dim", "vocab_size")
 _BAR = 40  # signs of the longest bar
 
 
@@ -37,6 +38,23 @@ def load_results(results: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
             f"results has no {' and '.join(missing or ['systems'])}. Let the evaluation end, then pass it."
         )
     return results
+
+
+def check_model(results: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    """Refuse results of a model of another class or other sizes.
+
+    Args:
+        results: as of `load_results`.
+        sizes: `bench.report.model_sizes` of the model.
+
+    Raises:
+        ValueError: they are.
+    """
+    for name, found in results["model"].items():
+        if name in _SIZES and found != sizes[name]:
+            raise ValueError(
+                f"results are of a model with {name} {found!r}, and that of this one is {sizes[name]!r}. Pass its own."
+            )
 
 
 def eval_results(results: Mapping[str, Any]) -> list[EvalResult]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import yaml
 from huggingface_hub import ModelCard
 
 __all__ = ["CardText", "read_text"]
@@ -39,7 +40,8 @@ def read_text(text: str, folder: str | Path | None = None) -> CardText:
         folder: of the files that `tables` reads.
 
     Raises:
-        ValueError: the template is wrong, names a file that is not there or has no table, or a heading comes twice.
+        ValueError: the template or the YAML is wrong, a file that is named is not there or has no table, or a heading
+            comes twice.
     """
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
     environment.globals["tables"] = lambda name: _tables(None if folder is None else Path(folder) / name, name)
@@ -52,7 +54,10 @@ def read_text(text: str, folder: str | Path | None = None) -> CardText:
         ) from error
     metadata = {}
     if text.startswith("---\n"):
-        card = ModelCard(text)
+        try:
+            card = ModelCard(text)
+        except (yaml.YAMLError, ValueError) as error:
+            raise ValueError(f"text: its YAML block cannot be read, {error}. Give `key: value` lines.") from error
         metadata, text = card.data.to_dict(), card.text
     head, sections = _split(text)
     heading = re.match(r"\s*# +(.+)\n", head + "\n")

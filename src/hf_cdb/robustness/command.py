@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ..adapters import adapter_for
-from ..bench.models import EMBEDDED
 from ..bench.report import Report, check_plot, markdown_table, save_plot, set_threads
+from ..calibrated import SETTINGS
+from ..checkpoints import EMBEDDED
 from ..config import CDBConfig, rule_name, saved_settings
 from ..evaluation.run import load_model_to_evaluate
 from ..training.text import chapters
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="write tables, figures and picture there")
     parser.add_argument("--rule", help="exit rule with a score, to be disturbed (default the one saved with the model)")
     parser.add_argument("--threshold", type=float, help="of the rule (default the saved one, or the rule's)")
+    parser.add_argument("--lookahead", type=int, choices=(0, 1), help="of the base setting (default the saved one)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="of the study (default all)")
     parser.add_argument("--examples", type=int, default=24, help="of each task (default %(default)s)")
     parser.add_argument("--chapters", type=int, default=32, help="of held-out text (default %(default)s)")
@@ -52,7 +54,8 @@ def run(arguments: argparse.Namespace) -> None:
     picture = folder / "robustness.png" if folder and whole and not arguments.no_plot else None
     check_plot(picture)
     model, tokenizer = load_model_to_evaluate(arguments.model)
-    base = _base(model, arguments.rule, arguments.threshold)
+    given = {"exit_rule": arguments.rule, "exit_threshold": arguments.threshold, "lookahead": arguments.lookahead}
+    base = _base(model, {name: value for name, value in given.items() if value is not None})
     texts = chapters("held-out")
     study = Study(
         model,
@@ -93,18 +96,18 @@ def run(arguments: argparse.Namespace) -> None:
     save_plot(picture, draw({table.name: table for table in tables}, curve), panels=3, dpi=80)
 
 
-def _base(model: Any, rule: str | None, threshold: float | None) -> dict[str, Any]:
-    """The rule and threshold to study: what the command line names, or what is saved; all else is the default."""
+def _base(model: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The setting to study: what the command line names, in place of that in what is saved with the model."""
     adapter = adapter_for(model)
-    asked = {name: value for name, value in (("exit_rule", rule), ("exit_threshold", threshold)) if value is not None}
-    config = CDBConfig.create(asked or True, saved_settings(model.generation_config, adapter), adapter)
+    config = CDBConfig.create(given or True, saved_settings(model.generation_config, adapter), adapter)
     name = rule_name(config.exit_rule, adapter)
     if name in ("never", "replay", "preloop", "argmax-stability") or not isinstance(name, str):
         raise ValueError(
             f"rule={config.exit_rule!r} holds no score against its threshold that errors could be added to. Name "
             "gate, confidence or a rule of differences by --rule."
         )
-    return {"exit_rule": name, "exit_threshold": config.resolve(adapter).exit_rule.threshold}
+    others = {key: value for key, value in config.changed().items() if key in SETTINGS}
+    return {**others, "exit_rule": name, "exit_threshold": config.resolve(adapter).exit_rule.threshold}
 
 
 def _section(table: Table) -> str:

@@ -39,13 +39,15 @@ def drift(
 
     Args:
         model: one with an adapter.
-        base: settings with an exit rule by name.
+        base: settings with an exit rule by name, as of `Study`.
         calibration, evaluation: materials by name; their items are taken for independent.
         qualities: shares of full depth's tokens to keep.
         confidence: of the calibration, and of the intervals.
     """
     rule = base["exit_rule"]
-    grid = sorted(default_thresholds(rule, adapter_for(model).full_depth), reverse=RULES[rule].higher_is_deeper)
+    depth = base.get("max_depth") or adapter_for(model).full_depth
+    grid = default_thresholds(rule, depth, base.get("lookahead", 0))
+    grid.sort(reverse=RULES[rule].higher_is_deeper)
     rows = []
     for name, material in calibration.items():
         samples: dict[float, Sample] = {}  # of thresholds that several qualities ask for

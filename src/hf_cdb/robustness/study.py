@@ -61,7 +61,8 @@ class Study:
 
     Args:
         model: one with an adapter.
-        base: the setting that is looked at: an exit rule with a score, by name, and its threshold.
+        base: the setting that is looked at: an exit rule with a score, by name, its threshold, and all else that
+            `hf_cdb.calibrated.SETTINGS` names and that is not the default; every part varies it in its own way.
         materials: "tasks" and "text".
         seed: of the noise.
         progress: show bars.
@@ -76,6 +77,8 @@ class Study:
         progress: bool = True,
     ):
         self.model, self.base, self.materials = model, dict(base), materials
+        self.common = {name: value for name, value in self.base.items() if name not in ("exit_rule", "exit_threshold")}
+        self.lookahead = self.base.get("lookahead", 0)
         self.seed, self.progress = seed, progress
         self.adapter = adapter_for(model)
 
@@ -88,11 +91,11 @@ class Study:
     @functools.cached_property
     def spread(self) -> float:
         """Of the base rule's signal on text: the unit of errors."""
-        return self._listen(self._rule(self.base), 0).spread
+        return self._listen(self._rule(self.base), self.lookahead).spread
 
     def noise(self) -> Table:
         """The base setting with noise, and with a bias, on its signal."""
-        settings = {(noise, bias): {"exit_rule": self._disturbed(noise, bias)} for noise, bias in _ERRORS}
+        settings = {error: {**self.common, "exit_rule": self._disturbed(*error)} for error in _ERRORS}
         title = f"Errors of the exit signal, in units of its spread ({self.spread:.3g})"
         return self._table("noise", title, {"noise": "g", "bias": "+g"}, settings)
 
@@ -102,11 +105,13 @@ class Study:
         settings: dict[tuple[str, int], dict[str, Any]] = {}
         for name, lookahead, rule in self._scored_rules():
             rule.threshold = self._aimed(rule, lookahead, aim)
-            settings[(f"{name} {rule.threshold:.3g}", lookahead)] = {"exit_rule": rule, "lookahead": lookahead}
+            cdb = {**self.common, "exit_rule": rule, "lookahead": lookahead}
+            settings[(f"{name} {rule.threshold:.3g}", lookahead)] = cdb
         unscored = {"argmax-stability": (1, 2), "preloop": (0.5,) if head_for(self.adapter, "preloop") else ()}
         for name, thresholds in unscored.items():
             for threshold in thresholds:
-                settings[(f"{name} {threshold}", 0)] = {"exit_rule": name, "exit_threshold": threshold}
+                cdb = {**self.common, "exit_rule": name, "exit_threshold": threshold, "lookahead": 0}
+                settings[(f"{name} {threshold}", 0)] = cdb
         title = f"Exit rules, aimed at {aim:.2f} loops per token of text"
         return self._table("rules", title, {"rule": "", "lookahead": "d"}, settings)
 
@@ -114,15 +119,16 @@ class Study:
         """KV policies with exits off and with the base setting, without and with lookahead."""
         settings: dict[tuple[str, str, int], dict[str, Any]] = {}
         for policy in POLICIES:
-            settings[(policy, "never", 0)] = {"exit_rule": "never", "kv_policy": policy}
+            slots = self.base.get("kv_slots") if policy == self.base.get("kv_policy") else None
+            own = {"kv_policy": policy, "kv_slots": slots}
+            settings[(policy, "never", 0)] = {**self.common, **own, "exit_rule": "never", "lookahead": 0}
             for lookahead in (0, 1):
-                cdb = {**self.base, "lookahead": lookahead, "kv_policy": policy}
-                settings[(policy, self.base["exit_rule"], lookahead)] = cdb
+                settings[(policy, self.base["exit_rule"], lookahead)] = {**self.base, **own, "lookahead": lookahead}
         return self._table("policies", "KV policies", {"kv policy": "", "rule": "", "lookahead": "d"}, settings)
 
     def places(self) -> Table:
         """The base setting, undisturbed and with noise, by position in the output and by class of token."""
-        settings = {"": self.base, " with noise": {"exit_rule": self._disturbed(NOISE, 0.0)}}
+        settings = {"": self.base, " with noise": {**self.common, "exit_rule": self._disturbed(NOISE, 0.0)}}
         columns = {"data": "", "part": "", "tokens": "d"}
         for suffix in settings:
             columns |= {f"loops{suffix}": ".2f", f"tokens lost{suffix}": ".4f", f"±{suffix}": ".4f"}
@@ -187,7 +193,8 @@ class Study:
     def _listen(self, rule: ExitRule, lookahead: int) -> Listening:
         """What a rule says of the text at full depth."""
         listening = Listening(rule)
-        read(self.model, self.materials["text"], {"exit_rule": listening, "lookahead": lookahead})
+        cdb = {**self.common, "exit_rule": listening, "lookahead": lookahead, "min_depth": 1}
+        read(self.model, self.materials["text"], cdb)
         return listening
 
     def _aimed(self, rule: ExitRule, lookahead: int, mean_depth: float) -> float:
@@ -195,10 +202,11 @@ class Study:
         heard = numpy.nan_to_num(self._listen(rule, lookahead).heard, nan=-numpy.inf)
         best = numpy.maximum.accumulate(heard, axis=1)  # it leaves after the first loop that passes the threshold
         values = numpy.unique(best[numpy.isfinite(best)])
+        bounds = self.base.get("min_depth", 1), self.base.get("max_depth") or self.adapter.full_depth
 
         def depth_at(value: float) -> float:
             depths = 1 + lookahead + (best < value).sum(axis=1)
-            return float(numpy.minimum(depths, self.adapter.full_depth).mean())
+            return float(numpy.clip(depths, *bounds).mean())
 
         low, high = 0, len(values) - 1
         while low < high:  # depth grows with the threshold

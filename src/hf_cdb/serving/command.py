@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..bench.models import DTYPES, EMBEDDED
+from ..bench.models import DTYPES
 from ..cdb_arguments import add_cdb_arguments, cdb_settings
-from ..checkpoints import tiny_checkpoint
+from ..checkpoints import EMBEDDED, model_path
 from ..generation import enable_cdb
 
 __all__ = ["add_arguments", "run"]
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError(f"{error.name} is not installed. Install it by `pip install 'hf-cdb[serve]'`.") from error
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    folder = tiny_checkpoint(arguments.model) if arguments.model in EMBEDDED else arguments.model
+    folder = model_path(arguments.model)
     dtype = arguments.dtype or ("float32" if arguments.device == "cpu" else "auto")
     model = enable_cdb(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(arguments.device).eval())
     manager = model.init_continuous_batching(cdb=settings or True)

@@ -6,9 +6,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from ..adapters import LoopAdapter, adapter_for
+from ..checkpoints import EMBEDDED, model_path, saved_tokenizer
 from ..exit_heads import FOLDER, KINDS, find_exit_head
 from .gate import GateSettings, train_gate
 from .gate_data import GateData, read_gate_data
@@ -20,7 +21,7 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command; `run` of the parsed arguments carries it out."""
     defaults = GateSettings()
-    parser.add_argument("model", metavar="MODEL", help="folder or Hub repository of a looped model")
+    parser.add_argument("model", metavar="MODEL", help=f"{', '.join(EMBEDDED)}, a folder or a Hub id")
     parser.add_argument("--kind", choices=list(KINDS), default=defaults.kind, help="(default %(default)s)")
     parser.add_argument("--target", choices=list(TARGETS), default="kl", help="(default %(default)s)")
     parser.add_argument("--slope", type=float, help="of the targets kl and improvement (default the target's)")
@@ -95,11 +96,12 @@ def run(arguments: argparse.Namespace) -> None:
         thresholds=tuple(arguments.thresholds),
         max_memory=arguments.max_memory,
     )
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").eval()
+    path = model_path(arguments.model)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
     adapter = adapter_for(model)  # refuses a model without loops before the data is read
     if arguments.into_model:
         _check_into_model(arguments, adapter)
-    tokenizer = _tokenizer(arguments.model)
+    tokenizer = saved_tokenizer(path)  # None where the data has to bring token ids
     data = read_gate_data(
         arguments.data,
         tokenizer,
@@ -181,11 +183,3 @@ def _check_into_model(arguments: argparse.Namespace, adapter: LoopAdapter) -> No
             f"--into-model with --kind {arguments.kind} and {biases}: the gate of {name} says after every loop, with "
             "one bias, whether to leave there. Add --kind same-step --no-depth-bias."
         )
-
-
-def _tokenizer(model: str):
-    """The model's tokenizer, or None where it has none and the data brings token ids."""
-    files = ("tokenizer.json", "tokenizer_config.json")
-    if os.path.isdir(model) and not any((Path(model) / name).is_file() for name in files):
-        return None
-    return AutoTokenizer.from_pretrained(model)

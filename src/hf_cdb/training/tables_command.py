@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..adapters import adapter_for
-from ..checkpoints import NAMES, tiny_checkpoint
+from ..checkpoints import EMBEDDED, model_path
 from ..config import CDBConfig
 from .depth_tables import measure_depths, measure_settings, to_markdown
 
@@ -19,7 +19,7 @@ _LOOKAHEAD = {"lookahead": 1}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help=f"a folder, or an embedded checkpoint: {', '.join(NAMES)}")
+    parser.add_argument("model", metavar="MODEL", help=f"{', '.join(EMBEDDED)}, a folder or a Hub id")
     parser.add_argument(
         "--rule",
         action="append",
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
     settings = {}
     for rule, *thresholds in arguments.rule:
         settings |= _settings(rule, thresholds, arguments.min_depth)
-    folder = tiny_checkpoint(arguments.model) if arguments.model in NAMES else arguments.model
+    folder = model_path(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for cdb in settings.values():
         CDBConfig(**cdb).resolve(adapter_for(model))  # before minutes of measuring
