@@ -96,7 +96,7 @@ class _Replica:
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:
         """What the application sends for a request, in the form of ASGI. To stop reading is to disconnect."""
         given = deque([{"type": "http.request", "body": body}])
-        messages: asyncio.Queue = asyncio.Queue(maxsize=1)
+        messages: asyncio.Queue = asyncio.Queue()
 
         async def receive() -> dict[str, Any]:
             return given.popleft() if given else await asyncio.Future()  # a disconnect cancels what follows
@@ -105,7 +105,7 @@ class _Replica:
             try:
                 await self._app(scope, receive, messages.put)
             finally:
-                await messages.put(None)
+                messages.put_nowait(None)
 
         working = asyncio.create_task(work())
         try:

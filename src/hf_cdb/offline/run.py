@@ -91,13 +91,17 @@ def generate_file(source: Path, output: Path, settings: FileSettings, progress: 
         _check(output, folder, asked)  # another process may have been faster
         records = RecordFile(folder, uuid.uuid4().hex, key=lambda record: record["line"])
         with contextlib.closing(Claims(folder / "claims", len(prompts))) as claims:
-            with tqdm(total=len(prompts), initial=claims.done, unit="line", disable=not progress or rank > 0) as bar:
-                worker.work(claims, records, bar)
+            if not output.exists():  # others may have ended while the model was loaded
+                with tqdm(
+                    total=len(prompts), initial=claims.done, unit="line", disable=not progress or rank > 0
+                ) as bar:
+                    worker.work(claims, records, bar)
             with claims.alone():
                 if not output.exists():
                     records.merge(prompt.line for prompt in prompts)
                     (folder / "records.jsonl").replace(output)
-                    (folder / "claims").unlink()
+                # After the output is there: who opens another sees it.
+                (folder / "claims").unlink(missing_ok=True)
     with output.open(encoding="utf-8") as lines:
         return sum(json.loads(line)["error"] is not None for line in lines)
 
@@ -173,8 +177,7 @@ class _Worker:
                 if records:
                     file.append(records.values())
                     claims.finish(records)
-                bar.n = claims.done
-                bar.refresh()
+                bar.update(claims.done - bar.n)
 
     def _take(self, claims: Claims) -> dict[int, dict[str, Any]]:
         """Begin lines that nobody is at, as far as there is room; records of those that cannot run, by piece."""
@@ -262,5 +265,6 @@ def _is_cut(job: Job, tokens: list[int], text: str) -> bool:
     config = job.run.generation_config
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     stops = [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings or []
-    ended = tokens[-1] in ends or any(stop in text for stop in stops)
-    return len(tokens) == job.rows[0].max_new_tokens and not ended
+    if len(tokens) < job.rows[0].max_new_tokens:
+        return False
+    return tokens[-1] not in ends and not any(stop in text for stop in stops)
