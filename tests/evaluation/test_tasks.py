@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 import hf_cdb
 from hf_cdb.evaluation import load_task
 from hf_cdb.evaluation.data import load_rows
+from hf_cdb.evaluation.task_spec import TaskSpec
 from hf_cdb.training.tasks import TASKS
 
 QUESTIONS = [{"question": f"{n} + {n}", "answer": f"{n} and {n} make {2 * n}.\n#### {2 * n}"} for n in range(1, 6)]
@@ -37,6 +38,12 @@ def test_shots_come_before_the_prompt(questions, tokenizer):
     )
     assert task.score(example, "4 and 4 make 8") == {"exact_match:strict": 0.0, "exact_match:flexible": 1.0}
     assert task.add_special_tokens
+
+
+@pytest.mark.parametrize("name", ["a/b", "", 5])
+def test_names_that_cannot_be_told_from_metrics_are_refused(name, questions):
+    with pytest.raises(ValueError, match=re.escape(f"name={name!r} of a task: choose a text without '/'")):
+        TaskSpec(name, "generate", questions)
 
 
 def test_chat(questions, tokenizer):
