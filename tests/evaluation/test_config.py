@@ -1,5 +1,6 @@
 """What an evaluation may ask for, and what is refused before anything runs."""
 
+import math
 import re
 
 import pytest
@@ -29,7 +30,22 @@ def test_exit_rules_are_refused_where_they_do_not_act(tmp_path):
         ({"cdb": {"x": False}}, "system 'x': False: give settings of cdb, or true"),
         ({"sweeps": [3]}, "sweeps: 3 is no mapping"),
         ({"sweeps": [{"exit_rule": ["never", "never"]}]}, "the system 'never' comes twice"),
-        ({"tolerances": {"x": -1}}, "tolerances: x=-1"),
+        ({"tolerances": {"tasks/exact_match": -1}}, "tolerances: tasks/exact_match=-1"),
+        ({"tolerances": {"tasks/exact_match": math.nan}}, "tolerances: tasks/exact_match=nan: choose a finite"),
+        ({"tolerances": {"tasks/exact_match": math.inf}}, "tolerances: tasks/exact_match=inf: choose a finite"),
+        *(
+            (
+                {"tolerances": {key: 0.1}},
+                f"{key!r} is no quality of a task. There are tasks/exact_match, tasks/cut_off,",
+            )
+            for key in (
+                "tt/exact_match",
+                "tasks/exact_mtach",
+                "tasks/token_agreement",
+                "tasks/length",
+                "psalm/perplexity",
+            )
+        ),
         ({"max_depth": 9}, "max_depth=9"),
     ],
 )
@@ -51,9 +67,13 @@ def test_task_systems_are_checked(tmp_path):
 
 
 def test_arguments_of_the_file(tmp_path):
-    path = write_config(small_config(tmp_path), tmp_path / "config.yaml")
+    tolerances = {"tasks/exact_match": 0.1, "arc/accuracy": 0.2}
+    path = write_config(small_config(tmp_path, tolerances=tolerances), tmp_path / "config.yaml")
     config = load_config(path, ["seed=3"], model="tiny-huginn", tasks=["arc"], limit=2)
     assert (config.seed, config.model, config.limit) == (3, "tiny-huginn", 2)
+    assert config.tolerances == {"arc/accuracy": 0.2}
+    with pytest.raises(ValueError, match=r"tolerances: 'ar/accuracy' is no quality of a task"):
+        load_config(path, ["tolerances={ar/accuracy: 0.2}"], tasks=["arc"])
     assert [spec.name for spec in config.task_specs] == ["arc"]
     with pytest.raises(ValueError, match=r"data: there is no task 'gsm8k'\. Tasks are tasks, arc, psalm"):
         load_config(path, data={"gsm8k": "x.jsonl"})

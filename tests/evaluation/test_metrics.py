@@ -1,3 +1,4 @@
+import math
 import sys
 
 import evaluate
@@ -74,7 +75,11 @@ def test_calibration():
     assert compute("calibration", [0.5] * 4, [1] * 4) == {
         "bins": [{"low": 0.5, "high": 0.5, "count": 4, "agreement": 1.0}],
         "auc": None,
+        "not_finite": 0,
     }
+    scores, agrees = [0.1, math.nan, 0.2, math.inf, 0.4, 0.5, 0.2, 0.6], [0, 1, 0, 0, 1, 1, 1, 0]
+    assert compute("calibration", scores, agrees, bins=2) == {**found, "not_finite": 2}
+    assert compute("calibration", [math.nan], [1]) == {"bins": [], "auc": None, "not_finite": 1}
 
 
 def test_rouge_and_chrf():

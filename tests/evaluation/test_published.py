@@ -45,7 +45,13 @@ def files(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["ouro-1.4b", "ouro-2.6b", "ouro-1.4b-thinking", "huginn-0125"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("ouro-1.4b", "ouro-1.4b-arxiv", "ouro-2.6b", "ouro-2.6b-arxiv", "ouro-1.4b-thinking"),
+        *("huginn-0125", "huginn-0125-arxiv"),
+    ],
+)
 def test_a_published_configuration_runs(name, files, tmp_path):
     path = CONFIGS / f"{name}.yaml"
     tasks = [spec.name for spec in load_config(path).task_specs]
@@ -76,3 +82,14 @@ def test_a_published_configuration_runs(name, files, tmp_path):
             s["tasks"]["arc-challenge"]["mean_depth"] for s in results["systems"] if "arc-challenge" in s["tasks"]
         ]
         assert depths == [16, 16, 4, 8]
+
+
+def test_rows_in_flight_are_those_that_were_published():
+    """arXiv 2608.09444: 64, of ArXiv 8; a quarter of them wait for Huginn's coda."""
+    for name in ("ouro-1.4b", "ouro-2.6b", "huginn-0125"):
+        for suffix, rows in (("", 64), ("-arxiv", 8)):
+            config = load_config(CONFIGS / f"{name}{suffix}.yaml")
+            assert config.batch_size == rows
+            assert ("arxiv" in [spec.name for spec in config.task_specs]) == (suffix == "-arxiv")
+            if name == "huginn-0125":
+                assert config.sweeps[0]["min_coda_batch"] == rows // 4

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+import hf_cdb
 from hf_cdb.evaluation import RecordFile
 from hf_cdb.evaluation.report import save_picture
 from hf_cdb.evaluation.run import evaluate
@@ -80,3 +84,47 @@ def test_a_finished_run_is_not_run_again_and_others_are_refused(tmp_path, monkey
     other = replace(config, limit=1)
     with pytest.raises(ValueError, match=r"holds an evaluation with another limit \(limit: None there, 1 here\)"):
         evaluate(other, tmp_path / "out", progress=False)
+
+
+def test_what_changed_under_a_started_run_is_not_mixed_into_it(tmp_path):
+    """The configuration is the same each time: the saved settings, the data, the weights and a head are not."""
+    folder = tmp_path / "model"
+    shutil.copytree(hf_cdb.tiny_checkpoint("ouro"), folder)
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": "copy:ab=", "answer": "ab"}) + "\n")
+    config = small_config(tmp_path, str(folder), cdb={"default": True})
+    config = replace(config, tasks=[{**config.tasks[0], "data": str(data), "group": None}])
+    evaluate(config, tmp_path / "out", progress=False)
+
+    def change_settings(path):
+        values = json.loads(path.read_text())
+        path.write_text(json.dumps({**values, "cdb_config": {"exit_rule": "gate", "exit_threshold": 0.01}}))
+
+    def change_weights(path):
+        weights = {name: tensor.clone() for name, tensor in load_file(path).items()}
+        next(iter(weights.values())).view(-1)[0] += 1
+        save_file(weights, path, metadata=safe_open(path, "pt").metadata())
+
+    for path, change, words in [
+        (folder / "generation_config.json", change_settings, "another settings of default"),
+        (data, lambda path: path.write_text(path.read_text().replace("ab", "ac")), "another examples of tasks"),
+        (folder / "model.safetensors", change_weights, "another weights"),
+        (folder / "exit_heads" / "same-step.safetensors", change_weights, "another weights"),
+    ]:
+        before = path.read_bytes()
+        change(path)
+        with pytest.raises(ValueError, match=f"holds an evaluation with {words} "):
+            evaluate(config, tmp_path / "out", progress=False)
+        path.write_bytes(before)
+    evaluate(config, tmp_path / "out", progress=False)
+
+
+def test_folders_that_cannot_be_completed(tmp_path):
+    config = small_config(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"output='.*file' is a file\. Name a folder"):
+        evaluate(config, tmp_path / "file", progress=False)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "settings.json").write_text("")
+    with pytest.raises(ValueError, match=r"output='.*settings\.json' is no JSON"):
+        evaluate(config, tmp_path / "out", progress=False)

@@ -1,6 +1,8 @@
 """A whole evaluation against what the model itself, asked in plain ways, gives."""
 
+import hashlib
 import json
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -9,9 +11,13 @@ import torch
 
 from hf_cdb.adapters import adapter_for
 from hf_cdb.config import CDBConfig, saved_settings
+from hf_cdb.evaluation import records as records_module
+from hf_cdb.evaluation.answers import answer
+from hf_cdb.evaluation.config import System
 from hf_cdb.evaluation.report import save_csv, save_picture, to_markdown
 from hf_cdb.evaluation.rerun import rerun
 from hf_cdb.evaluation.run import evaluate, load_model_to_evaluate
+from hf_cdb.evaluation.tasks import load_task
 from hf_cdb.training.forced import FixedDepth, cut_windows, read_text
 from hf_cdb.training.measure import bits_per_byte
 from hf_cdb.training.passes import logits_by_depth, states_by_depth
@@ -179,6 +185,75 @@ def test_a_record_runs_again_from_itself(run):
     for name in ("template", "system_prompt", "shots", "stop", "limit", "dtype", "batch_size", "seed", "chat"):
         assert name in held
     assert held["stop"] == ["77"]
+    documented = re.search(r'"run": \{(.*?)\}', records_module.__doc__, re.DOTALL)[1]
+    assert set(held) == set(re.findall(r'"(\w+)"', documented))
+
+
+def test_a_special_token_can_stop_an_answer(tmp_path):
+    """As of a chat, whose turns end with a token that is not the model's end of sequence."""
+    model, tokenizer = load_model_to_evaluate("tiny-ouro")
+    stop, tokenizer.eos_token = tokenizer.eos_token, tokenizer.convert_ids_to_tokens(3)
+    model.generation_config.eos_token_id = 3
+    spec = {**small_config(tmp_path).tasks[0], "stop": [stop], "max_new_tokens": 12}
+    task = load_task(spec, tokenizer)
+    for system in (System("stock", None, None, 4), System("engine", CDBConfig(exit_rule="never"), None, 4)):
+        for record, example in zip(
+            answer(model, tokenizer, system, task, task.examples, 7), task.examples, strict=True
+        ):
+            assert stop in tokenizer.decode(record["tokens"])
+            assert (record["completion"], record["ended"]) == (example.reference, True)
+    task = load_task({**spec, "stop": [task.examples[0].reference[-1] + stop]}, tokenizer)
+    (record,) = answer(model, tokenizer, system, task, task.examples[:1], 1)
+    assert (record["completion"], record["ended"]) == (task.examples[0].reference[:-1], True)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_signals_that_are_not_finite_are_counted(tmp_path):
+    """The cosine of Huginn's start state, which is zero, is none."""
+    config = small_config(tmp_path, "tiny-huginn", cdb={"cosine": {"exit_rule": "cosine"}})
+    results = evaluate(replace(config, tasks=[{**config.tasks[2], "signal": ["cosine"]}]), tmp_path / "out", False)
+    signal = results["signal"]["psalm"]["cosine"]
+    scores = []
+    for line in (tmp_path / "out" / "records.jsonl").read_text().splitlines():
+        record = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        scores += record.get("signal", {"scores": []})["scores"]
+    assert 0 < signal["not_finite"] == scores.count(None) < len(scores)
+    assert sum(one["count"] for one in signal["bins"]) == len(scores) - scores.count(None)
+    assert f"{signal['not_finite']} scores not finite" in to_markdown(results)
+
+
+def test_a_rule_without_a_score_is_refused_before_anything_runs(tmp_path):
+    config = small_config(tmp_path, cdb={"stable": {"exit_rule": "argmax-stability"}})
+    config = replace(config, tasks=[config.tasks[0], {**config.tasks[2], "signal": ["stable"]}])
+    with pytest.raises(ValueError, match="signal of task 'psalm': system 'stable': exit_rule='argmax-stability' holds"):
+        evaluate(config, tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_chat_template_is_kept(tmp_path):
+    """K-02: its text stands in the results, and every record says by a hash that it was this one."""
+    config = small_config(tmp_path, cdb={})
+    config = replace(config, tasks=[{**config.tasks[0], "chat": True}], limit=1)
+    results = evaluate(config, tmp_path / "out", progress=False)
+    _, tokenizer = load_model_to_evaluate(config.model)
+    assert results["chat_template"] == tokenizer.chat_template
+    record = json.loads((tmp_path / "out" / "records.jsonl").read_text().splitlines()[0])
+    assert record["run"]["chat_template_sha256"] == hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
+
+
+def test_no_system_pays_for_what_happens_once(tmp_path, monkeypatch):
+    """Before every system's first batch that is timed runs a short one, of which nothing is kept."""
+    calls = []
+
+    def noted(model, tokenizer, system, task, examples, batch_size):
+        calls.append((system.name, task.max_new_tokens, len(examples)))
+        return answer(model, tokenizer, system, task, examples, batch_size)
+
+    monkeypatch.setattr("hf_cdb.evaluation.run.answer", noted)
+    config = small_config(tmp_path, cdb={}, batch_size=2)
+    results = evaluate(replace(config, tasks=config.tasks[:1]), tmp_path / "out", progress=False)
+    assert calls == [("stock", 2, 2), ("stock", 8, 7), ("engine", 2, 2), ("engine", 8, 7)]
+    assert results["systems"][0]["scores"]["tasks/exact_match"]["count"] == 7
 
 
 def test_reports(run, tmp_path):

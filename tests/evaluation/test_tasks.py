@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 import hf_cdb
 from hf_cdb.evaluation import load_task
 from hf_cdb.evaluation.data import load_rows
+from hf_cdb.evaluation.task_spec import TaskSpec
 from hf_cdb.training.tasks import TASKS
 
 QUESTIONS = [{"question": f"{n} + {n}", "answer": f"{n} and {n} make {2 * n}.\n#### {2 * n}"} for n in range(1, 6)]
@@ -37,6 +38,52 @@ def test_shots_come_before_the_prompt(questions, tokenizer):
     )
     assert task.score(example, "4 and 4 make 8") == {"exact_match:strict": 0.0, "exact_match:flexible": 1.0}
     assert task.add_special_tokens
+
+
+@pytest.mark.parametrize("name", ["a/b", "", 5])
+def test_names_that_cannot_be_told_from_metrics_are_refused(name, questions):
+    with pytest.raises(ValueError, match=re.escape(f"name={name!r} of a task: choose a text without '/'")):
+        TaskSpec(name, "generate", questions)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("empty.jsonl", "", "has no row: the file is empty"),
+        ("blank.json", " \n", "cannot be read as json: "),
+        ("broken.jsonl", '{"a": 1}\n{"a": \n', "cannot be read as json: "),
+        ("broken.parquet", "no parquet", "cannot be read as parquet: "),
+        ("notes.txt", "text", "files are read of .json, .jsonl, .parquet, .csv"),
+    ],
+)
+def test_files_that_cannot_be_read(name, content, words, tmp_path):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(f"data={str(path)!r}")) as caught:
+        load_rows(str(path))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("skip", [-1, "2", True])
+def test_rows_to_skip(skip, questions):
+    with pytest.raises(ValueError, match=re.escape(f"skip={skip!r} has to be an integer of at least 0")):
+        load_rows({"path": questions, "skip": skip})
+
+
+@pytest.mark.parametrize("template", ["{answer.x}", "{answer", "{nothing}", "{0}", "{answer:d}", "{answer[x]}"])
+def test_templates_that_cannot_be_filled(template, questions, tokenizer):
+    spec = {**GSM8K, "data": questions, "prompt": template}
+    with pytest.raises(ValueError, match=re.escape(f"the template {template!r} cannot be filled")):
+        load_task(spec, tokenizer)
+
+
+def test_a_data_set_that_is_nowhere(monkeypatch):
+    def offline(*_, **__):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("hf_cdb.evaluation.data.load_dataset", offline)
+    with pytest.raises(FileNotFoundError, match=r"data='nofile\.txt' is no file or folder here, and the Hub gives no"):
+        load_rows("nofile.txt")
 
 
 def test_chat(questions, tokenizer):
@@ -114,7 +161,7 @@ def test_builders(tokenizer):
     [
         ({"kind": "chat"}, "kind='chat' of task 'gsm8k': choose one of generate"),
         ({"promt": "x"}, "the key 'promt' is unknown. Did you mean 'prompt'?"),
-        ({"prompt": "{queston}"}, "names 'queston', but a row has the columns question, answer"),
+        ({"prompt": "{queston}"}, "cannot be filled (KeyError: 'queston'). A row has the columns question, answer"),
         ({"shots": 1}, "shots=1 of task 'gsm8k' without shot_data"),
         ({"shots": 9, "shot_data": {"skip": 1}}, "shot_data has 4 rows. Ask for fewer"),
         ({"system_prompt": "Be brief."}, "has no effect without chat"),

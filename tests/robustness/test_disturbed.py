@@ -13,7 +13,7 @@ from hf_cdb.engine import Engine
 from hf_cdb.exits import RULES, ArgmaxStability, Gate, Never, Preloop
 from hf_cdb.exits.criteria import Confidence, Cosine, LatentDiff
 from hf_cdb.request import Request
-from hf_cdb.robustness.disturbed import Disturbed, Listening, settledness, threshold_at
+from hf_cdb.robustness.disturbed import Disturbed, Settling, settledness, threshold_at
 from hf_cdb.sampling import Sampler
 
 from ..test_config import refused
@@ -126,7 +126,7 @@ def test_what_cannot_be_disturbed(model):
         )
     preloop = Preloop(lambda embeds: torch.zeros(len(embeds), 4))
     refused(["'preloop'", "no score"], lambda: depths(model, Disturbed(preloop, 1.0), ROWS))
-    refused(["'argmax-stability'", "no score"], lambda: depths(model, Listening(ArgmaxStability(1)), ROWS))
+    refused(["'argmax-stability'", "no score"], lambda: depths(model, Settling(ArgmaxStability(1)), ROWS))
     refused(["noise=-1", "at least 0"], lambda: Disturbed(Cosine(), -1))
     refused(["bias=nan"], lambda: Disturbed(Cosine(), bias=math.nan))
     refused(["unit=inf"], lambda: Disturbed(Cosine(), unit=math.inf))
@@ -134,7 +134,7 @@ def test_what_cannot_be_disturbed(model):
 
 def test_listening_lets_nothing_leave_and_hears_all(model):
     for name in ("gate", "latent-diff", "kl"):
-        rule = Listening(RULES[name](0.5))
+        rule = Settling(RULES[name](0.5))
         assert depths(model, rule, ROWS).eq(4).all()
         assert rule.heard.shape == (4 * 7, 3)  # tokens after the first, loops but the last
         if name == "gate":
@@ -142,6 +142,7 @@ def test_listening_lets_nothing_leave_and_hears_all(model):
 
 
 def test_the_spread_is_that_within_loops():
-    rule = Listening(Confidence())
-    rule._heard = {(0, 1): [1.0, 10.0], (1, 1): [3.0, 10.0], (2, 1): [2.0, math.inf]}
+    rule = Settling(Confidence())
+    settled = {(0, 1): [1.0, 10.0], (1, 1): [3.0, 10.0], (2, 1): [2.0, math.inf]}
+    rule.scores = {key: torch.tensor(values, dtype=torch.float64).sigmoid().tolist() for key, values in settled.items()}
     assert rule.spread == pytest.approx(math.sqrt((1 + 1 + 0 + 0 + 0) / 5))

@@ -1,7 +1,10 @@
+import copy
 import math
+from functools import partial
 
 import pytest
 import torch
+from tokenizers.processors import ByteLevel
 
 from hf_cdb.reference import reference_generate
 from hf_cdb.training.forced import FixedDepth, Window, cut_windows, read_text
@@ -30,6 +33,42 @@ def test_windows_by_hand(model):
     assert windows[1].sizes == [len(tokenizer().decode([token])) for token in ids[8:28]]
     full = logits_by_depth(model, torch.tensor([windows[1].inputs]), depths=[4])[4]
     assert windows[1].best == full[0].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+@pytest.mark.parametrize("text", ["Grüße aus Köln, 日本語 🙂 — schön. " * 3, "plain words  and spaces \n" * 3])
+def test_every_byte_is_counted_once(model, text, trim_offsets):
+    """Characters of several tokens, and tokens whose offsets leave out their space as GPT-2's do."""
+    bytewise = copy.deepcopy(tokenizer())
+    bytewise.backend_tokenizer.post_processor = ByteLevel(trim_offsets=trim_offsets)
+    ids = bytewise(text, add_special_tokens=False).input_ids
+    (window,) = cut_windows(model, bytewise, [text], length=len(ids), context=len(ids) - 1)
+    assert sum(window.sizes) == len(text.encode())
+    # A token that begins at a character's first byte is where the bytes are counted: from there on, as decoded.
+    for place in range(1, len(ids)):
+        rest = bytewise.decode(ids[place:])
+        if text.endswith(rest) and not trim_offsets:
+            assert sum(window.sizes[place:]) == len(rest.encode())
+
+
+def test_a_tokenizer_without_bos(model):
+    """EOS stands in its place, as in lm_eval; without that too it is told."""
+    bare = copy.deepcopy(tokenizer())
+    eos = bare.eos_token_id
+    bare.bos_token = None
+    first, *_ = cut_windows(model, bare, TEXTS, length=20, context=12)
+    assert first.inputs[0] == eos
+    logits_of = partial(logits_by_depth, model, depths=[4])
+    score = bits_per_byte(logits_of, bare, TEXTS[:1], length=20, context=12)[4]
+    ids = torch.tensor([[eos, *bare(TEXTS[0], add_special_tokens=False).input_ids]])
+    losses = model(ids[:, :20]).logits.detach().log_softmax(-1)[0, torch.arange(20), ids[0, 1:21]] / -math.log(2)
+    short = bare.decode(ids[0, 1:21])
+    found = bits_per_byte(logits_of, bare, [short], length=20, context=0)[4]
+    assert score.count == 1
+    assert found.mean == pytest.approx(float(losses.sum()) / len(short.encode()), rel=1e-5)
+    bare.eos_token = None
+    with pytest.raises(ValueError, match="neither BOS nor EOS"):
+        cut_windows(model, bare, TEXTS, length=20, context=12)
 
 
 @pytest.mark.parametrize("context", [0, 20])

@@ -1,5 +1,6 @@
 """Answers of a system to the prompts of a task."""
 
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -42,12 +43,18 @@ def answer(
     records = []
     for place in range(len(ids)):
         tokens, depths = found[place]
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
-        completion = task.cut(text)
-        ended = completion != text or tokens[-1] in ends
+        text = tokenizer.decode(tokens)  # with special tokens, which may be stop texts
+        kept = task.cut(text)
+        ended = kept != text or tokens[-1] in ends
+        completion = _without_special(tokenizer, kept)
         share = seconds * len(tokens) / total
         records.append({"completion": completion, "tokens": tokens, "depths": depths, "ended": ended, "seconds": share})
     return records
+
+
+def _without_special(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return re.sub("|".join(map(re.escape, special)), "", text) if special else text
 
 
 def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -1,6 +1,7 @@
 """What an evaluation runs: a model, tasks, and the systems that run them."""
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -62,8 +63,8 @@ class EvaluationConfig:
         limit: examples of every task at most.
         seed: of the bootstrap.
         draws: of the bootstrap.
-        tolerances: for `eval/parity.py`: metric -> the largest loss against stock that "default" may have; of
-            bits_per_byte as a share of stock's, of others as it is.
+        tolerances: for `eval/parity.py`: TASK/METRIC, of `TaskSpec.qualities` -> the largest loss against stock that
+            "default" may have; of bits_per_byte as a share of stock's, of others as it is.
 
     Raises:
         ValueError: values that cannot work together.
@@ -96,11 +97,15 @@ class EvaluationConfig:
             if name in self.cdb:
                 raise ValueError(f"cdb names a system {name!r}, which always runs. Give yours another name.")
         for metric, loss in self.tolerances.items():
-            if isinstance(loss, bool) or not isinstance(loss, int | float) or loss < 0:
-                raise ValueError(f"tolerances: {metric}={loss!r}: choose a number of at least 0.")
-        names = [spec.name for spec in self.task_specs]
+            if isinstance(loss, bool) or not isinstance(loss, int | float) or not 0 <= loss < math.inf:
+                raise ValueError(f"tolerances: {metric}={loss!r}: choose a finite number of at least 0.")
+        specs = self.task_specs
+        names = [spec.name for spec in specs]
         if len(set(names)) < len(names):
             raise ValueError(f"tasks: the names {names} are not all different.")
+        qualities = [f"{spec.name}/{metric}" for spec in specs for metric in spec.qualities]
+        if unknown := [key for key in self.tolerances if key not in qualities]:
+            raise ValueError(f"tolerances: {unknown[0]!r} is no quality of a task. There are {', '.join(qualities)}.")
         self.settings()
 
     @property

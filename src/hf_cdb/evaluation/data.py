@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, load_dataset, load_from_disk
+from datasets.exceptions import DatasetGenerationError
 
 from ..bench.conversations import LAYOUTS as CONVERSATIONS
 from ..training.tasks import as_dataset
@@ -74,8 +75,8 @@ def load_rows(data: str | Mapping[str, Any], layout: str | None = None, limit: i
         limit: rows at most.
 
     Raises:
-        ValueError: an unknown key, builder, layout or kind of file; or no row.
-        FileNotFoundError: no such file, and no such data set on the Hub.
+        ValueError: an unknown key, builder, layout or kind of file; a file that cannot be read; or no row.
+        FileNotFoundError: no such file, and no such data set that the Hub gives.
     """
     given = {"path": data} if isinstance(data, str) else dict(data)
     if layout is not None and layout not in LAYOUTS:
@@ -87,6 +88,8 @@ def load_rows(data: str | Mapping[str, Any], layout: str | None = None, limit: i
         if unknown or "path" not in given:
             raise ValueError(f"data={data!r}: give path, and of {', '.join(_KEYS[1:])} what it needs; or builder.")
         skip = given.pop("skip", 0)
+        if isinstance(skip, bool) or not isinstance(skip, int) or skip < 0:
+            raise ValueError(f"data={data!r}: skip={skip!r} has to be an integer of at least 0.")
         dataset = _load(**given)
     rows = []
     for row in islice(dataset, skip, None):
@@ -120,7 +123,24 @@ def _load(path: str, split: str | None = None, files: str | None = None, **optio
     if file.is_dir():
         return load_from_disk(path)
     if local:
-        if not file.is_file():
-            raise FileNotFoundError(f"data={path!r}: there is no such file.")
-        return load_dataset(_SUFFIXES[file.suffix], data_files=path, split="train")  # its name for all of a file
-    return load_dataset(path, data_files=files, split=split or "test", **options)
+        return _read(file)
+    if file.is_file():
+        raise ValueError(f"data={path!r}: files are read of {', '.join(_SUFFIXES)}. Save it as one of them.")
+    try:
+        return load_dataset(path, data_files=files, split=split or "test", **options)
+    except (FileNotFoundError, ConnectionError) as error:
+        raise FileNotFoundError(
+            f"data={path!r} is no file or folder here, and the Hub gives no data set of this name: {error}"
+        ) from error
+
+
+def _read(file: Path) -> Dataset:
+    if not file.is_file():
+        raise FileNotFoundError(f"data={str(file)!r}: there is no such file.")
+    if not file.stat().st_size:
+        raise ValueError(f"data={str(file)!r} has no row: the file is empty.")
+    kind = _SUFFIXES[file.suffix]
+    try:
+        return load_dataset(kind, data_files=str(file), split="train")  # its name for all of a file
+    except (DatasetGenerationError, StopIteration, ValueError) as error:
+        raise ValueError(f"data={str(file)!r} cannot be read as {kind}: {error.__cause__ or error!r}") from error

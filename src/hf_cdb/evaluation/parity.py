@@ -30,15 +30,16 @@ def run(arguments: argparse.Namespace) -> list[str]:
     In processes other than the first nothing fails.
 
     Raises:
-        ValueError: a configuration without tolerances or without the system.
+        ValueError: a configuration without tolerances, without the system, or with a task that one of those that are
+            compared does not run.
     """
     config = config_of(arguments)
     if not config.tolerances:
         raise ValueError(
             f"config={arguments.config!r} has no tolerances: name a metric, as in tasks/exact_match: 0.01."
         )
-    if arguments.system not in config.settings():
-        raise ValueError(f"system={arguments.system!r}: the systems are {', '.join(config.settings())}.")
+    config = config.with_system(arguments.system)
+    _check_systems(config, arguments.system)
     if evaluate(config, arguments.output) is None:
         return []
     records = read_json(Path(arguments.output) / "records.jsonl", "output")
@@ -48,6 +49,18 @@ def run(arguments: argparse.Namespace) -> list[str]:
         print(line)
         failures += [] if failure is None else [failure]
     return failures
+
+
+def _check_systems(config: EvaluationConfig, system: str) -> None:
+    """Refuse tasks on which a gate would compare nothing."""
+    held = {key.partition("/")[0] for key in config.tolerances}
+    for spec in config.task_specs:
+        needed = [ENGINE, system] if spec.name in held else [ENGINE]
+        if missing := [name for name in needed if spec.systems is not None and name not in spec.systems]:
+            raise ValueError(
+                f"systems of task {spec.name!r}: {missing[0]!r} is missing, which the gate holds against "
+                "stock. Add it, or name the other tasks with --task."
+            )
 
 
 def _count(records: Sequence[Mapping[str, Any]], system: str) -> int:
@@ -86,7 +99,7 @@ def check_quality(
     the differences of all examples, lies beyond it. Few examples show little: the line holds the interval.
 
     Raises:
-        ValueError: a tolerance of a metric that the evaluation does not have.
+        ValueError: records without the system on a task that has a tolerance.
     """
     of: dict[str, dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
@@ -95,18 +108,12 @@ def check_quality(
     for key, tolerance in config.tolerances.items():
         task, _, metric = key.partition("/")
         own, stock = of[task][system], of[task][STOCK]
-        columns = columns_of(own[0]["kind"], own, stock) if own else {}
-        if metric not in columns or metric == "length":
-            raise ValueError(
-                f"tolerances: {key!r} is no quality that {system!r} has. Name TASK/METRIC, as in tasks/exact_match; of "
-                f"{task!r} there are {', '.join(columns) or 'none'}."
-            )
-        base = columns_of(own[0]["kind"], stock, stock)[metric]
+        if not own:
+            raise ValueError(f"tolerances: {key!r} cannot be held, for {system!r} ran nothing of task {task!r}.")
+        column, base = (columns_of(own[0]["kind"], rows, stock)[metric] for rows in (own, stock))
         # Nine in ten samples lie between the two, so that one in twenty lies beyond either.
         bootstrap = {"seed": config.seed, "draws": config.draws, "level": 0.90}
-        difference = paired_difference(columns[metric], base, **bootstrap)
-        if difference is None:
-            raise ValueError(f"tolerances: {key!r} has no difference between examples. Name another metric.")
+        difference = paired_difference(column, base, **bootstrap)
         sign = -1 if metric in LOWER_IS_BETTER else 1
         scale = base.score(**bootstrap)["mean"] if metric == "bits_per_byte" else 1.0
         change, *bounds = (sign * difference[name] / scale for name in ("mean", "low", "high"))

@@ -11,14 +11,14 @@ from transformers import PreTrainedTokenizerBase
 
 from ..adapters import LoopAdapter
 from ..config import CDBConfig
-from ..exits import ExitRule
+from ..exits import Listening
 from ..precision import at_least_float32
 from ..training.forced import Window, cut_windows, read_text
 from ..training.passes import logits_by_depth
 from .config import System
 from .tasks import Example, Task
 
-__all__ = ["Listening", "read_example"]
+__all__ = ["check_signal", "read_example"]
 
 
 def read_example(
@@ -61,64 +61,44 @@ def _bits_by_depth(model: Any, windows: list[Window], context: int, full: int) -
     return bits
 
 
-class Listening(ExitRule):
-    """Asks a rule after every loop and lets nothing leave.
+def check_signal(
+    model: Any, adapter: LoopAdapter, tokenizer: PreTrainedTokenizerBase, system: System, task: Task
+) -> None:
+    """Refuse a system whose exit rule has no score, by listening to it on the first window of a task.
 
-    Attributes:
-        heard: (row, index of the token) -> after every loop the score and the most probable token.
+    Raises:
+        ValueError: so.
     """
-
-    name = "listening"
-    needs_logits = True
-
-    def __init__(self, rule: ExitRule):
-        self.rule = rule
-        self.heard: dict[tuple[int, int], list[tuple[float, int]]] = {}
-        super().__init__(rule.threshold)
-
-    def configure(self, adapter, depth, lookahead):
-        super().configure(adapter, depth, lookahead)
-        self.rule.configure(adapter, depth, lookahead)
-
-    def bind(self, adapter, places):
-        super().bind(adapter, places)
-        self.rule.bind(adapter, places)
-        self._tokens: dict[int, tuple[int, int]] = {}
-
-    def begin(self, places, embeds, start, tokens):
-        self._tokens.update(zip(places.tolist(), tokens, strict=True))
-        self.rule.begin(places, embeds, start, tokens)
-
-    def leave(self, places, depths, previous, state, logits):
-        self.rule.leave(places, depths, previous, state, logits)
-        if self.rule.score is not None:
-            best = logits().argmax(-1).tolist()
-            for place, score, token in zip(places.tolist(), self.rule.score.tolist(), best, strict=True):
-                self.heard.setdefault(self._tokens[place], []).append((score, token))
-        return [False] * len(depths)
+    spec = task.spec
+    windows = cut_windows(
+        model, tokenizer, [task.examples[0].prompt], length=spec.length, context=spec.context, depth=system.max_depth
+    )
+    try:
+        _signal(model, adapter, windows[:1], system.config, spec.context)
+    except ValueError as error:
+        raise ValueError(f"signal of task {task.name!r}: system {system.name!r}: {error}") from error
 
 
 def _signal(
     model: Any, adapter: LoopAdapter, windows: list[Window], config: CDBConfig, context: int
-) -> dict[str, list[float | int]]:
+) -> dict[str, list[float | int | None]]:
     """Scores of the rule after every loop but the last, and whether full depth's most probable token was there already.
 
     Of a rule that decides one loop ahead the score of a loop stands beside the next loop's token, for which it is
-    meant; the last of these is full depth itself and left out.
+    meant; the last of these is full depth itself and left out. Scores that are not finite, as of a direction that a
+    state of zeros does not have, are None.
 
     Raises:
         ValueError: the rule has no score.
     """
-    rule = Listening(config.resolve(adapter).exit_rule)
+    rule = Listening(config.resolve(adapter).exit_rule, tokens=True)
     read_text(model, windows, replace(config, exit_rule=rule, exit_threshold=None), context=context)
-    if not rule.heard:
-        raise ValueError(f"signal: the exit rule {rule.rule.name!r} has no score to hold against full depth.")
     scores, agrees = [], []
-    for (row, token), heard in rule.heard.items():
+    for (row, token), told in rule.scores.items():
         best = windows[row].best[context - 1 + token]
-        told, seen = [score for score, _ in heard], [first == best for _, first in heard]
+        seen = [first == best for first in rule.tokens[row, token]]
         if config.lookahead:
             told, seen = told[:-1], seen[1:]
-        scores += [float(f"{score:.6g}") for score in told]
+        scores += [float(f"{score:.6g}") if math.isfinite(score) else None for score in told]
         agrees += map(int, seen)
     return {"scores": scores, "agrees": agrees}

@@ -6,6 +6,8 @@
       "schema": 1,
       "model":       sizes of the model, as in `bench.report.model_sizes`, with "name" and "revision"
       "settings":    the evaluation's configuration, resolved; it makes the same run again
+      "chat_template": the tokenizer's, where a task is a chat; else null
+      "processes":   that shared the examples
       "environment": versions, processor, accelerator
       "tasks":       [{"name", "kind", "examples", "metrics"}]
       "systems": [
@@ -25,7 +27,8 @@
       ],
       "depth_curve": {text task: {depth: {"bits_per_byte": SCORE, "perplexity": float}}}, all tokens at that depth
       "signal":      {text task: {system: {"rule", "threshold", "auc", "bins": [{"low", "high", "count",
-                      "agreement"}]}}}: agreement with full depth by what the exit rule compares with its threshold
+                      "agreement"}], "not_finite"}}}: agreement with full depth by what the exit rule compares with
+                      its threshold, see the metric "calibration"
     }
 
     SCORE = {"mean", "low", "high", "count", "difference": {"mean", "low", "high"} or null}
@@ -37,14 +40,14 @@ A record holds what is needed to run it again, `rerun.rerun`:
 
     {"task", "system", "id", "kind", "group", "prompt", "reference", "seconds", "scores": {metric: value},
      "run": {"model", "revision", "dtype", "device", "attention", "batch_size", "seed", "limit", "cdb", "max_depth",
-             "template", "chat", "chat_template", "system_prompt", "chat_options", "shots", "stop", "max_new_tokens",
-             "add_special_tokens", "length", "context", "versions"}}
+             "data", "template", "chat", "chat_template_sha256", "system_prompt", "chat_options", "shots", "metrics",
+             "stop", "max_new_tokens", "add_special_tokens", "length", "context", "versions"}}
 
 and by kind
     generate:      "completion", "tokens": [ids], "depths": [loops], "ended": whether it ended before max_new_tokens
     loglikelihood: "choices", "answer", "loglikelihoods": [nats], "depths": {loop: scored tokens}
     text:          "bits", "bytes", "tokens": scored, "agreement", "depths": {loop: tokens}; of stock "bits_by_depth",
-                   and where asked "signal": {"scores", "agrees"}
+                   and where asked "signal": {"scores", "agrees"}, a score null where it is not finite
 
 `seconds` is the record's share of the time of what was computed together, by generated tokens.
 """

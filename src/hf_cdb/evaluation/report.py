@@ -40,8 +40,9 @@ def to_markdown(results: Mapping[str, Any]) -> str:
         for name, signal in signals.items():
             rows = [{"score": f"{b['low']:.3g} to {b['high']:.3g}", "loops": b["count"], **b} for b in signal["bins"]]
             auc = "undefined" if signal["auc"] is None else f"{signal['auc']:.3f}"
+            left_out = f", {signal['not_finite']} scores not finite and left out" if signal.get("not_finite") else ""
             parts.append(
-                f"{task}: exit signal of {name} ({signal['rule']}), area under the curve {auc}\n\n"
+                f"{task}: exit signal of {name} ({signal['rule']}), area under the curve {auc}{left_out}\n\n"
                 + markdown_table({"score": "", "loops": "d", "agreement": ".3f"}, rows)
             )
     return "\n\n".join(parts) + "\n"

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,16 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from ..adapters import LoopAdapter, adapter_for
+from ..bench.json_file import read_json
 from ..bench.models import check_device
 from ..bench.report import environment, model_sizes
 from ..checkpoints import model_path
 from ..generation import enable_cdb
 from .answers import answer
 from .config import EvaluationConfig, System, make_systems
+from .fingerprint import inputs_hash, weights_hash
 from .loglikelihood import score_choices
-from .reading import read_example
+from .reading import check_signal, read_example
 from .records import Key, RecordFile
 from .summary import summarise
 from .tasks import Example, Task, load_task
@@ -65,6 +67,10 @@ class Session:
         adapter = adapter_for(model)
         systems = make_systems(config, model, adapter)
         tasks = [load_task(spec, tokenizer, config.limit) for spec in config.task_specs]
+        for task in tasks:
+            for system in systems:
+                if system.name in task.spec.signal:
+                    check_signal(model, adapter, tokenizer, system, task)
         return cls(config, model, tokenizer, adapter, tasks, systems)
 
     def work(self) -> Iterator[tuple[Task, System]]:
@@ -100,10 +106,30 @@ class Session:
             for example, one in zip(examples, found, strict=True)
         ]
 
+    def warm_up(self, task: Task, system: System, examples: Sequence[Example]) -> None:
+        """Run a few tokens of a batch and forget them, so that what happens once is in no system's time."""
+        if task.kind == "generate":
+            short = replace(task, spec=replace(task.spec, max_new_tokens=min(2, task.max_new_tokens)))
+            chosen = examples[: self.config.batch_size]
+            answer(self.model, self.tokenizer, system, short, chosen, self.config.batch_size)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The tokenizer's, where a task is a chat."""
+        return self.tokenizer.get_chat_template() if any(task.spec.chat for task in self.tasks) else None
+
+    def state(self) -> dict[str, Any]:
+        """What records depend on beside the configuration, which may have changed since a run began."""
+        return {
+            "versions": environment()["versions"],
+            **{f"settings of {system.name}": system.described for system in self.systems},
+            **{f"examples of {task.name}": inputs_hash(task, self.tokenizer) for task in self.tasks},
+            "weights": weights_hash(self.model),
+        }
+
     def run_of(self, task: Task, system: System) -> dict[str, Any]:
         """All that an example's prompt does not say of how it was run."""
         spec, config = task.spec, self.config
-        chat = (self.tokenizer.chat_template or "") if spec.chat else ""
         return {
             "model": config.model,
             "revision": getattr(self.model.config, "_commit_hash", None) or config.revision,
@@ -118,7 +144,7 @@ class Session:
             "data": spec.data,
             "template": spec.prompt,
             "chat": spec.chat,
-            "chat_template_sha256": hashlib.sha256(chat.encode()).hexdigest() if spec.chat else None,
+            "chat_template_sha256": hashlib.sha256(self.chat_template.encode()).hexdigest() if spec.chat else None,
             "system_prompt": spec.system_prompt,
             "chat_options": spec.chat_options,
             "shots": spec.shots,
@@ -146,7 +172,7 @@ def evaluate(config: EvaluationConfig, output: Path, progress: bool = True) -> d
 
     Args:
         output: folder for `results.json` and `records.jsonl`, see `records`. One that holds a part of the same
-            evaluation, with the same versions, is completed.
+            evaluation, of the same examples, weights and versions, is completed.
         progress: show bars.
 
     Returns:
@@ -156,13 +182,15 @@ def evaluate(config: EvaluationConfig, output: Path, progress: bool = True) -> d
         ValueError: a configuration that cannot work, or a folder that holds another evaluation.
         OSError: no such model or data.
     """
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output={str(output)!r} is a file. Name a folder, which need not exist yet.")
     state = PartialState(cpu=config.device == "cpu")
     several = state.num_processes > 1
     session = Session.create(config, str(state.device) if several else None)
     settings = json.loads(json.dumps(config.to_dict()))
     if state.is_main_process:
         output.mkdir(parents=True, exist_ok=True)
-        _claim(output, settings)
+        _claim(output, settings, session.state())
     state.wait_for_everyone()
     file = RecordFile(output, state.process_index)
     file.repair()
@@ -174,6 +202,8 @@ def evaluate(config: EvaluationConfig, output: Path, progress: bool = True) -> d
         missing = [one for one in task.examples if (task.name, system.name, one.id) not in done]
         own = missing[state.process_index :: state.num_processes]
         size = session.size(task)
+        if own:
+            session.warm_up(task, system, own)
         with tqdm(total=len(own), desc=f"{task.name}: {system.name}", disable=not shown) as bar:
             for first in range(0, len(own), size):
                 chosen = own[first : first + size]
@@ -188,6 +218,7 @@ def evaluate(config: EvaluationConfig, output: Path, progress: bool = True) -> d
         "schema": 1,
         "model": {"name": config.model, "revision": session.run_of(*next(session.work()))["revision"], **sizes},
         "settings": settings,
+        "chat_template": session.chat_template,
         "environment": environment(),
         "processes": state.num_processes,
         "tasks": [
@@ -200,19 +231,20 @@ def evaluate(config: EvaluationConfig, output: Path, progress: bool = True) -> d
     return results
 
 
-def _claim(output: Path, settings: dict[str, Any]) -> None:
+def _claim(output: Path, settings: dict[str, Any], state: dict[str, Any]) -> None:
     """Say in the folder whose records it holds.
 
     Raises:
-        ValueError: those of other settings or versions.
+        ValueError: those of other settings, or of another state of `Session.state`.
     """
-    own = {**settings, "versions": environment()["versions"]}
+    own = json.loads(json.dumps({**settings, **state}))
     path = output / "settings.json"
     if not path.exists():
         path.write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
         return
-    held = json.loads(path.read_text(encoding="utf-8"))
-    if different := [key for key in own if own[key] != held.get(key)]:
+    held = read_json(path, "output")
+    different = [key for key in own if own[key] != held.get(key)]
+    if different := [key for key in different if key in settings] or different:  # settings explain the others
         key = different[0]
         raise ValueError(
             f"output={str(output)!r} holds an evaluation with another {', '.join(different)} ({key}: {held.get(key)!r} "

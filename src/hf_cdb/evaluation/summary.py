@@ -1,5 +1,6 @@
 """The results of a run from its records: nothing else is kept between the two."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -202,6 +203,8 @@ def _signals(task: Task, systems: Sequence[System], of: Mapping[tuple[str, str],
             rule = {"rule": system.described["exit_rule"], "threshold": system.described["exit_threshold"]}
             found[system.name] = {
                 **rule,
-                **load_metric("calibration").compute(predictions=scores, references=agrees),
+                **load_metric("calibration").compute(
+                    predictions=[math.nan if score is None else score for score in scores], references=agrees
+                ),
             }
     return found

@@ -75,6 +75,8 @@ class TaskSpec:
     systems: list | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name or "/" in self.name:
+            raise ValueError(f"name={self.name!r} of a task: choose a text without '/', which TASK/METRIC is split at.")
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r} of task {self.name!r}: choose one of {', '.join(KINDS)}.")
         for name, least in (("shots", 0), ("max_new_tokens", 1), ("limit", 1), ("length", 2), ("context", 1)):
@@ -128,6 +130,16 @@ class TaskSpec:
                         f"{name}={getattr(self, name)!r} of task {self.name!r}: kind {self.kind!r} does not read it, "
                         f"{kind!r} does. Leave it out."
                     )
+
+    @property
+    def qualities(self) -> list[str]:
+        """Metrics by which a system can be better or worse than another, example by example."""
+        of_kind = {
+            "generate": ["cut_off"],
+            "loglikelihood": ["accuracy", "accuracy_norm"],
+            "text": ["bits_per_byte", "agreement"],
+        }
+        return [*self.metrics, *of_kind[self.kind]]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, which make the same task again."""

@@ -142,9 +142,10 @@ def _answer(row: Mapping[str, Any], spec: TaskSpec) -> str:
 def _fill(template: str, row: Mapping[str, Any], spec: TaskSpec) -> str:
     try:
         return template.format(**row)
-    except (KeyError, IndexError) as error:
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"task {spec.name!r}: the template {template!r} names {error}, but a row has the columns {', '.join(row)}."
+            f"task {spec.name!r}: the template {template!r} cannot be filled ({type(error).__name__}: {error}). A row "
+            f"has the columns {', '.join(row)}; braces that are text are written twice."
         ) from error
 
 

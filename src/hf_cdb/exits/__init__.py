@@ -11,10 +11,22 @@ from ..exit_heads import ExitHead
 from .criteria import ArgmaxStability, Confidence, Cosine, EntropyDiff, KLDivergence, LatentDiff, MinPKLDivergence
 from .fixed import Never, Replay
 from .gates import Gate, Preloop
+from .listening import Listening
 from .rule import ExitRule
 from .wrapped import Wrapped
 
-__all__ = ["RULES", "ArgmaxStability", "ExitRule", "Gate", "Never", "Preloop", "Replay", "Wrapped", "make_rule"]
+__all__ = [
+    "RULES",
+    "ArgmaxStability",
+    "ExitRule",
+    "Gate",
+    "Listening",
+    "Never",
+    "Preloop",
+    "Replay",
+    "Wrapped",
+    "make_rule",
+]
 
 RULES: dict[str, type[ExitRule]] = {
     rule.name: rule

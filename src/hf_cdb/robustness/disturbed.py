@@ -5,10 +5,10 @@ import math
 import numpy
 import torch
 
-from ..exits import ExitRule, Wrapped
+from ..exits import ExitRule, Listening, Wrapped
 from ..precision import at_least_float32
 
-__all__ = ["Disturbed", "Listening", "settledness", "threshold_at"]
+__all__ = ["Disturbed", "Settling", "settledness", "threshold_at"]
 
 
 def settledness(rule: ExitRule, score: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,7 @@ class Disturbed(Wrapped):
     Args:
         rule: one with a score: not argmax-stability, preloop, never or replay.
         noise, bias: in units.
-        unit: of errors, such as `Listening.spread`.
+        unit: of errors, such as `Settling.spread`.
         seed: of the errors.
 
     Raises:
@@ -85,33 +85,14 @@ class Disturbed(Wrapped):
         return settledness(self.rule, self.rule.score.double()) + error >= self._bar
 
 
-class Listening(Wrapped):
-    """Asks a rule after every loop, and lets nothing leave."""
-
-    def __init__(self, rule: ExitRule):
-        self._heard: dict[tuple[int, int], list[float]] = {}
-        super().__init__(rule)
-
-    def bind(self, adapter, places):
-        super().bind(adapter, places)
-        self._tokens: dict[int, tuple[int, int]] = {}
-
-    def begin(self, places, embeds, start, tokens):
-        self._tokens.update(zip(places.tolist(), tokens, strict=True))
-        super().begin(places, embeds, start, tokens)
-
-    def leave(self, places, depths, previous, state, logits):
-        super().leave(places, depths, previous, state, logits)
-        if self.rule.score is None:
-            raise ValueError(f"exit_rule={self.rule.name!r} holds no score against its threshold to listen to.")
-        for place, score in zip(places.tolist(), settledness(self.rule, self.rule.score).tolist(), strict=True):
-            self._heard.setdefault(self._tokens[place], []).append(score)
-        return [False] * len(depths)
+class Settling(Listening):
+    """Listens to how settled tokens are."""
 
     @property
     def heard(self) -> numpy.ndarray:
         """`settledness` of every token after every loop that the rule was asked after, `[tokens, loops]`."""
-        return numpy.array(list(self._heard.values()))
+        scores = torch.tensor(list(self.scores.values()), dtype=torch.float64)
+        return settledness(self.rule, scores).numpy()
 
     @property
     def spread(self) -> float:

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..training.batches import encode_lines
 from ..training.forced import ForcedRow, force
+from ..training.measure import start_id
 from ..training.tasks import TASKS, examples
 
 __all__ = ["CLASSES", "Material", "task_material", "text_material", "token_class"]
@@ -70,7 +71,7 @@ def text_material(
     """
     prompts, continuations, owners = [], [], []
     for text_index, text in enumerate(texts):
-        ids = [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+        ids = [start_id(tokenizer), *tokenizer(text, add_special_tokens=False)["input_ids"]]
         for end in range(context + length + 1, len(ids) + 1, length)[:windows]:
             owners.append(len(owners) if by_window else text_index)
             prompts.append(ids[end - length - 1 - context : end - length - 1])

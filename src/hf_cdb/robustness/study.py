@@ -15,7 +15,7 @@ from ..exit_heads import head_for
 from ..exits import RULES, ExitRule, Gate
 from ..kv_policy import POLICIES
 from ..training.measure import Score
-from .disturbed import Disturbed, Listening, threshold_at
+from .disturbed import Disturbed, Settling, threshold_at
 from .material import CLASSES, Material
 from .reading import Reading, fixed_depths, mixed, read
 
@@ -190,9 +190,9 @@ class Study:
     def _disturbed(self, noise: float, bias: float) -> Disturbed:
         return Disturbed(self._rule(self.base), noise, bias, unit=self.spread, seed=self.seed)
 
-    def _listen(self, rule: ExitRule, lookahead: int) -> Listening:
+    def _listen(self, rule: ExitRule, lookahead: int) -> Settling:
         """What a rule says of the text at full depth."""
-        listening = Listening(rule)
+        listening = Settling(rule)
         cdb = {**self.common, "exit_rule": listening, "lookahead": lookahead, "min_depth": 1}
         read(self.model, self.materials["text"], cdb)
         return listening

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..config import CDBConfig
 from ..engine import Engine
 from ..exits import ExitRule
 from ..request import Request
-from .measure import Score
+from .measure import Score, start_id
 from .passes import logits_by_depth
 
 __all__ = ["FixedDepth", "ForcedRow", "ForcedText", "Window", "cut_windows", "force", "read_text"]
@@ -45,7 +46,7 @@ class Window:
     Attributes:
         text: index of the text.
         inputs, targets: tokens, and the one after each.
-        sizes: bytes of every target.
+        sizes: bytes of every target; a character that several tokens make up counts with the first of them.
         best: for every input the most probable successor at full depth.
     """
 
@@ -100,14 +101,15 @@ def cut_windows(
 
     Args:
         model: gives the successors at full depth.
-        tokenizer: a fast one, with BOS.
+        tokenizer: a fast one; `measure.start_id` stands before the first token.
         texts: to cut; those shorter than a window give none.
         length: tokens of a window.
         context: less than `length`, at least 1.
         depth: loops of full depth, where they are not the model's own number.
 
     Raises:
-        ValueError: a context that leaves nothing to score, or texts that are all too short.
+        ValueError: a context that leaves nothing to score, texts that are all too short, or a tokenizer without BOS
+            and EOS.
     """
     if not 1 <= context < length:
         raise ValueError(f"context={context}: choose at least 1 and less than length={length}.")
@@ -115,8 +117,8 @@ def cut_windows(
     for index, text in enumerate(texts):
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids = encoded["input_ids"]
-        sizes = [len(text[start:end].encode()) for start, end in encoded["offset_mapping"]]
-        inputs = [tokenizer.bos_token_id, *ids[:-1]]
+        sizes = _byte_counts(text, encoded["offset_mapping"])
+        inputs = [start_id(tokenizer), *ids[:-1]]
         for start in range(0, len(ids) - length + 1, length - context):
             part = slice(start, start + length)
             windows.append(Window(index, inputs[part], ids[part], sizes[part]))
@@ -129,6 +131,13 @@ def cut_windows(
         for window, best in zip(chosen, logits.argmax(-1).tolist(), strict=True):
             window.best = best
     return windows
+
+
+def _byte_counts(text: str, offsets: Sequence[tuple[int, int]]) -> list[int]:
+    """Bytes of a text by token, each once: offsets overlap within a character and may leave out spaces."""
+    ends = list(accumulate((end for _, end in offsets), max, initial=0))
+    ends[-1] = len(text)
+    return [len(text[start:end].encode()) for start, end in pairwise(ends)]
 
 
 @dataclass

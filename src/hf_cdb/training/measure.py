@@ -21,6 +21,7 @@ __all__ = [
     "Score",
     "bits_per_byte",
     "exact_match",
+    "start_id",
     "teacher_forced_exact_match",
 ]
 
@@ -72,10 +73,10 @@ def bits_per_byte(
 ) -> dict[int, Score]:
     """Bits that a model needs per byte of text, by depth: `sum -log2 p(token | context) / bytes`.
 
-    Each text is BOS and its tokens, cut into windows of `length` inputs that overlap: the first window scores all its
-    targets, the others those after their first `context` tokens, so that each token is scored once and with at least
-    `context` tokens before it, or with the whole text before it. The last window is moved back to be as long as the
-    others. The end of a text is not predicted.
+    Each text is `start_id` and its tokens, cut into windows of `length` inputs that overlap: the first window scores
+    all its targets, the others those after their first `context` tokens, so that each token is scored once and with at
+    least `context` tokens before it, or with the whole text before it. The last window is moved back to be as long as
+    the others. The end of a text is not predicted.
 
     Args:
         logits_of: input_ids int64 `[rows, length]` -> depth -> logits `[rows, length, vocab]`, such as
@@ -116,12 +117,27 @@ def bits_per_byte(
     return {depth: Score.of_ratio(values, sizes) for depth, values in bits.items()}
 
 
+def start_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """What stands before the first token of a text: BOS, or EOS of a tokenizer without one, as lm_eval does.
+
+    Raises:
+        ValueError: it has neither.
+    """
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return token
+    raise ValueError(
+        "tokenizer: it has neither BOS nor EOS, from which the first token of a text could be predicted. Set "
+        "tokenizer.bos_token."
+    )
+
+
 def _windows(
     tokenizer: PreTrainedTokenizerBase, text: str, length: int, context: int, rows: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Inputs and targets `[rows, length]` of one text; targets below 0 are another window's."""
     ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-    inputs, targets = torch.cat([torch.tensor([tokenizer.bos_token_id]), ids[:-1]]), ids
+    inputs, targets = torch.cat([torch.tensor([start_id(tokenizer)]), ids[:-1]]), ids
     length = min(length, len(ids))
     starts, scored = [0], length
     windows = [targets[:length]]

@@ -12,6 +12,7 @@ bins: of equally many scores, from low to high: {"low", "high", "count", "agreem
 auc:  probability that the score of a loop that agrees is higher than that of one that does not, ties counted half; 0.5
       is no signal, and less than that is the rule of a rule that leaves below its threshold. None where all agree, or
       none.
+not_finite: scores that are NaN or infinite, which are left out of both.
 """
 
 
@@ -28,6 +29,10 @@ class Calibration(evaluate.Metric):
     def _compute(self, predictions, references, bins=10):
         scores = numpy.asarray(predictions, dtype=float)
         agrees = numpy.asarray(references, dtype=float)
+        finite = numpy.isfinite(scores)
+        scores, agrees, left_out = scores[finite], agrees[finite], int((~finite).sum())
+        if not len(scores):
+            return {"bins": [], "auc": None, "not_finite": left_out}
         # Inner edges belong to the bin below them.
         edges = numpy.unique(numpy.quantile(scores, numpy.linspace(0, 1, bins + 1)[1:-1], method="inverted_cdf"))
         member = numpy.searchsorted(edges, scores, side="left")
@@ -43,7 +48,7 @@ class Calibration(evaluate.Metric):
                         "agreement": float(agrees[inside].mean()),
                     }
                 )
-        return {"bins": rows, "auc": _auc(scores, agrees)}
+        return {"bins": rows, "auc": _auc(scores, agrees), "not_finite": left_out}
 
 
 def _auc(scores, agrees):
