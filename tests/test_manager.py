@@ -230,6 +230,10 @@ def test_a_refused_request_leaves_no_handler(manager):
         (["input_ids="], [], {}),
         (["input_ids="], [[1, 2]], {}),
         (["input_ids="], [1.5], {}),
+        (["input_ids=None"], None, {}),
+        (["input_ids='abc'"], "abc", {}),
+        (["input_ids="], [2**70], {}),
+        (["attention_mask="], [3, 4], {"attention_mask": 1}),
         (["50", "between 0 and 49"], [3, 50], {}),
         (["-1", "between 0 and 49"], [3, -1], {}),
         (["request_id="], [3], {"request_id": 5}),
@@ -309,6 +313,22 @@ def test_stop_strings(manager):
     wanted = alone(shared_model(), PROMPTS[0], stop_strings=[text], tokenizer=tokenizer)[0]
     assert told(last(manager, name)) == wanted
     assert len(wanted[0]) < 8
+
+
+def test_integers_of_any_kind_are_tokens(manager):
+    """One of a narrow dtype, alone in its launch, must not be an error of the model."""
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32):
+        name = manager.add_request(torch.tensor(PROMPTS[0], dtype=dtype), max_new_tokens=3)
+        assert [told(last(manager, name))] == alone(manager.model, PROMPTS[0], max_new_tokens=3)
+
+
+def test_a_handler_that_raises_for_an_output_that_waits_ends_its_request(manager):
+    name = manager.add_request(PROMPTS[0], max_new_tokens=20_000, streaming=True)
+    while len(manager._outbox) == 0:
+        time.sleep(0.001)
+    with pytest.raises(ZeroDivisionError):
+        manager.register_result_handler(name, lambda output: 1 / 0)
+    assert isinstance(last(manager, name).cause, ZeroDivisionError)
 
 
 def test_prompts_have_no_padding():

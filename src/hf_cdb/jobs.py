@@ -46,7 +46,7 @@ def parent_of(name: str) -> str:
 
 def refusal(request_id: str, prompt: Any, error: Exception) -> CDBGenerationOutput:
     """The output of a request that was refused."""
-    prompt = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
+    prompt = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt if isinstance(prompt, list) else []
     return CDBGenerationOutput(request_id, prompt, error=_text(error), status=RequestStatus.FAILED, cause=error)
 
 

@@ -43,6 +43,7 @@ _OF_ENGINE = tuple(f.name for f in dataclasses.fields(CDBConfig) if f.name not i
 _ELSEWHERE = {
     "cdb": "The settings of a request stand by their own names: " + ", ".join(_OF_REQUESTS) + ".",
     "cdb_config": "The settings of a request stand by their own names: " + ", ".join(_OF_REQUESTS) + ".",
+    "attention_mask": "A prompt has no padding here: give the ids that count.",
     "inputs_embeds": "Give token ids; for embeddings call generate.",
     "streamer": "Pass streaming=True, and register_result_handler or request_id_iter.",
     "on_token": "Pass streaming=True, and register_result_handler or request_id_iter.",
@@ -463,9 +464,7 @@ class CDBManager:
 
     def _prepare(self, input_ids: Any, seed: int | None, kwargs: dict[str, Any]) -> GenerationRun:
         """What `generate` would run for this prompt."""
-        prompt = torch.as_tensor(input_ids, device=self._engine.adapter.device)
-        if prompt.ndim != 1 or prompt.is_floating_point() or prompt.dtype == torch.bool or not len(prompt):
-            raise ValueError(f"input_ids={input_ids!r}: give the token ids of one prompt, a list of integers.")
+        prompt = _as_prompt(input_ids).to(self._engine.adapter.device)
         least, most = (int(end) for end in prompt.aminmax())
         if least < 0 or most >= self._vocabulary:  # the model would raise, and all requests would fail with it
             wrong = least if least < 0 else most
@@ -532,3 +531,15 @@ class CDBManager:
         if type(rule) not in RULES.values() or rule.name == "replay":
             return rule
         return self._rules.setdefault((type(rule), rule.threshold, getattr(rule, "head", None)), rule)
+
+
+def _as_prompt(input_ids: Any) -> torch.Tensor:
+    """The token ids of one prompt, int64 `[positions]`, whatever integers they are given as."""
+    try:
+        prompt = torch.as_tensor(input_ids)
+    except Exception:  # PyTorch raises errors of many kinds
+        prompt = torch.empty(0)
+    kinds = (prompt.is_floating_point(), prompt.is_complex(), prompt.dtype == torch.bool)
+    if prompt.ndim != 1 or any(kinds) or not len(prompt):
+        raise ValueError(f"input_ids={input_ids!r}: give the token ids of one prompt, a list of integers.")
+    return prompt.long()

@@ -120,6 +120,7 @@ class Outbox:
 
         Raises:
             ValueError: the sequence has a handler.
+            BaseException: what the callback raises for the output that waits; `failed` has been told.
         """
         try:
             loop = asyncio.get_running_loop()
@@ -139,7 +140,11 @@ class Outbox:
                 if waiting is None:
                     self._handlers[name] = handler
                     return
-            handler.put(waiting)  # outside of the lock: it may do anything
+            try:
+                handler.put(waiting)  # outside of the lock: it may do anything
+            except BaseException as error:
+                failed(name, error)
+                raise
             if waiting.is_finished():
                 return
 

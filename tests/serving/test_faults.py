@@ -1,5 +1,6 @@
 """What clients do wrong, and what goes wrong in the model, is told to whom it concerns and to no other."""
 
+import json
 import re
 import socket
 import threading
@@ -65,6 +66,10 @@ GARBAGE = [
     (TEXT, {"prompt": "a", "logit_bias": {"5": 1e300}}, 422, "logit_bias"),
     (TEXT, {"prompt": "a", "temprature": None}, 422, "temprature"),
     (TEXT, {"prompt": "a" * 10**5}, 400, "tokens"),
+    (TEXT, {"prompt": "\ud800 abc"}, 422, "prompt"),
+    (TEXT, {"prompt": "a", "\ud800": 1}, 422, "ud800"),
+    (CHAT, {"messages": [{"role": "x\ud800y", "content": "a"}]}, 400, "ud800"),
+    (TEXT, {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, 400, "logit_bias"),
     ("/v1/embeddings", {"input": "a"}, 404, "Not Found"),
 ]  # fmt: skip
 
@@ -77,12 +82,8 @@ def test_garbage_is_refused_and_disturbs_nobody(service, address, client):
     listening.start()
     with httpx.Client(base_url=address) as http:
         for path, body, status, reason in GARBAGE:
-            sent = (
-                {"content": body, "headers": {"content-type": "application/json"}}
-                if type(body) is bytes
-                else {"json": body}
-            )
-            answer = http.post(path, **sent)
+            content = body if type(body) is bytes else json.dumps(body).encode()  # escapes halves of characters
+            answer = http.post(path, content=content, headers={"content-type": "application/json"})
             assert answer.status_code == status, (body, answer.text)
             assert re.search(reason, answer.json()["error"]["message"]), (body, answer.text)
     listening.join()

@@ -16,6 +16,7 @@ __all__ = ["Answer", "error_content"]
 def error_content(status: int, message: str) -> dict[str, Any]:
     """The body of an answer that is an error."""
     kind = "invalid_request_error" if status < 500 else "server_error"
+    message = message.encode(errors="backslashreplace").decode()  # halves of characters, as JSON may hold them
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 

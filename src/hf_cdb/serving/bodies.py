@@ -97,8 +97,8 @@ class Body(_Strict):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
-    def options(self, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
-        """Arguments of `CDBManager.add_request`, but for the prompt and the number of tokens."""
+    def options(self, vocab_size: int) -> dict[str, Any]:
+        """Arguments of `CDBManager.add_request`, but for the prompt, the number of tokens and what ends a sequence."""
         options = {
             "temperature": self.temperature or None,
             "top_p": self.top_p,
@@ -117,8 +117,6 @@ class Body(_Strict):
             options["do_sample"] = True
         if self.logit_bias:
             options["sequence_bias"] = {(int(token),): bias for token, bias in self.logit_bias.items()}
-        if self.stops:
-            options |= {"stop_strings": self.stops, "tokenizer": tokenizer}
         return {name: value for name, value in options.items() if value is not None}
 
 

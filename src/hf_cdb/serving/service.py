@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 from transformers.utils import logging
 
 from ..adapters import adapter_for
@@ -81,12 +81,17 @@ class Service:
         if body.model is not None and body.model != self.name:
             raise RefusedError(404, f"model={body.model!r} is not served here. There is {self.name!r}.")
         for token in body.logit_bias or ():
-            if not token.isdecimal() or int(token) >= self.vocab_size:
-                raise RefusedError(400, f"logit_bias names {token!r}: the model has ids 0 to {self.vocab_size - 1}.")
+            if not token.isdecimal() or len(token) > 9 or int(token) >= self.vocab_size:
+                raise RefusedError(
+                    400, f"logit_bias names {token[:20]!r}: the model has ids 0 to {self.vocab_size - 1}."
+                )
         return [self._chat(body)] if isinstance(body, ChatBody) else self._texts(body)
 
     def _texts(self, body: CompletionBody) -> list[list[int]]:
-        return [self.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt for prompt in body.prompts]
+        try:
+            return [self.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt for prompt in body.prompts]
+        except (TypeError, UnicodeError) as error:  # halves of characters, as JSON may hold them
+            raise RefusedError(400, f"prompt: the tokenizer cannot read it: {error}") from error
 
     def _chat(self, body: ChatBody) -> list[int]:
         messages = [{"role": message.role, "content": message.text} for message in body.messages]
@@ -186,20 +191,11 @@ class Generation:
         return len(self.prompts) * self.body.n
 
     async def submit(self) -> None:
-        options = self.body.options(self.service.tokenizer, self.service.vocab_size)
+        options = self.body.options(self.service.vocab_size)
         for index, (prompt, limit) in enumerate(zip(self.prompts, self.limits, strict=True)):
             name = f"served-{uuid.uuid4().hex}"
-            add = functools.partial(
-                self.service.manager.add_request,
-                prompt,
-                name,
-                limit,
-                streaming=self.body.stream,
-                record_timestamps=True,
-                **options,
-            )
             # Finding the tokens of stop strings takes long in a large vocabulary, and others' answers must go on.
-            adding = asyncio.ensure_future(asyncio.to_thread(add))
+            adding = asyncio.ensure_future(asyncio.to_thread(self._add, prompt, name, limit, options))
             adding.add_done_callback(functools.partial(self._added, name, index * self.body.n))
             try:
                 await asyncio.shield(adding)
@@ -207,6 +203,18 @@ class Generation:
                 raise RefusedError(400, str(error)) from error
             except RuntimeError as error:
                 raise RefusedError(503, str(error)) from error
+
+    def _add(self, prompt: list[int], name: str, limit: int, options: dict[str, Any]) -> None:
+        told = {"streaming": self.body.stream, "record_timestamps": True}
+        self.service.manager.add_request(prompt, name, limit, **told, **options, **self._stops(len(prompt)))
+
+    def _stops(self, prompt_length: int) -> dict[str, Any]:
+        """What ends a sequence at its stop strings. Only the answer is looked at: `stop_strings` of `generate` would
+        also find one that begins in the prompt."""
+        if not self.body.stops:
+            return {}
+        stop = StopStringCriteria(self.service.tokenizer, self.body.stops)
+        return {"stopping_criteria": [lambda ids, scores: stop(ids[:, prompt_length:], scores)]}
 
     def _added(self, name: str, first: int, adding: asyncio.Future) -> None:
         """Listen to the sequences of a prompt; where the client has gone meanwhile, end them."""
