@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import httpx
-import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_cdb import tiny_checkpoint
-from hf_cdb.serving.app import build_app
+from hf_cdb.serving.server import Server
 from hf_cdb.serving.service import Service
 
 NAME = "tiny-ouro"
@@ -34,8 +33,7 @@ def make_service(model, cdb=True, **options) -> Service:
 def serving(service: Service, grace: int = 60) -> Iterator[str]:
     """The address of a server that runs while this is open."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        config = uvicorn.Config(build_app(service), log_level="warning", timeout_graceful_shutdown=grace)
-        server = uvicorn.Server(config)
+        server = Server(service, 4 * 2**20, grace, log_level="warning")
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         wait_until(lambda: server.started)

@@ -210,20 +210,21 @@ def test_answers_under_way_are_finished_at_the_end():
         httpx.get(f"{address}/health")
 
 
-def test_answers_that_take_longer_than_the_grace_are_cut():
-    service, ends = make_service(load_ouro()), []
+def test_answers_that_take_longer_than_the_grace_are_told_so():
+    service, ends = make_service(load_ouro()), {}
 
-    def read(address):
-        try:
-            with httpx.stream("POST", address + TEXT, json={**ENDLESS, "stream": True}, timeout=30) as answer:
-                ends.append([line for line in answer.iter_lines() if line][-1])
-        except httpx.RemoteProtocolError:
-            ends.append("cut")
+    def read(address, stream):
+        body = {**ENDLESS, "stream": stream}
+        with httpx.stream("POST", address + TEXT, json=body, timeout=30) as answer:
+            last = [line for line in answer.iter_lines() if line][-1]
+            ends[stream] = answer.status_code, json.loads(last.removeprefix("data: "))["error"]["code"]
 
     with serving(service, grace=0) as address:
-        thread = threading.Thread(target=read, args=(address,))
-        thread.start()
-        wait_until(lambda: service.manager.running == 1)
-    thread.join()
-    assert ends != ["data: [DONE]"]
+        threads = [threading.Thread(target=read, args=(address, stream)) for stream in (True, False)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: service.manager.running == 2)
+    for thread in threads:
+        thread.join()
+    assert ends == {True: (200, 503), False: (503, 503)}
     assert (service.manager.is_running(), len(service.manager), service.manager.kv_bytes) == (False, 0, 0)

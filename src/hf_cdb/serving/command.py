@@ -52,9 +52,9 @@ def run(arguments: argparse.Namespace) -> None:
     """
     settings = _check(arguments)
     try:
-        import uvicorn
+        import uvicorn  # noqa: F401 (named where it is missing)
 
-        from .app import build_app
+        from .server import Server
         from .service import Service
     except ImportError as error:
         raise ValueError(f"{error.name} is not installed. Install it by `pip install 'hf-cdb[serve]'`.") from error
@@ -72,14 +72,8 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.max_queue,
         arguments.restarts,
     )
-    # uvicorn stops listening at SIGTERM, waits as long for the answers under way, and then cancels them.
-    uvicorn.run(
-        build_app(service, arguments.max_body),
-        host=arguments.host,
-        port=arguments.port,
-        log_level=arguments.log_level,
-        timeout_graceful_shutdown=arguments.grace,
-    )
+    place = {"host": arguments.host, "port": arguments.port}
+    Server(service, arguments.max_body, arguments.grace, log_level=arguments.log_level, **place).run()
 
 
 def _check(arguments: argparse.Namespace) -> dict[str, Any]:
