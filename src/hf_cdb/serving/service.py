@@ -40,6 +40,9 @@ class Service:
         manager: of that model; it is started with the service.
         max_queue: sequences that have not ended at most, beyond which requests are refused.
         restarts: how often the manager is started again after an error of the model has ended its thread.
+
+    Attributes:
+        stopping: `stop` has been called; what fails from then on fails for that.
     """
 
     def __init__(
@@ -59,12 +62,15 @@ class Service:
         ends = manager.generation_config.eos_token_id
         self._ends = set(ends if isinstance(ends, list) else [ends])
         self._open = 0
+        self.stopping = False
 
     def start(self) -> None:
+        self.stopping = False
         self.manager.start()
 
     def stop(self) -> None:
         """End at once; what is left fails."""
+        self.stopping = True  # before anything fails of it
         self.manager.stop(hard_stop=True)
 
     @property
@@ -256,7 +262,7 @@ class Generation:
             return RefusedError(503, f"the model has failed: {output.error}")
         if isinstance(output.cause, TimeoutError):
             return RefusedError(504, output.error)
-        if isinstance(output.cause, concurrent.futures.CancelledError) or not self.service.manager.is_running():
+        if isinstance(output.cause, concurrent.futures.CancelledError) or self.service.stopping:
             return RefusedError(503, f"the request was ended: {output.error}")
         return RefusedError(400 if isinstance(output.cause, ValueError) else 500, output.error)
 
