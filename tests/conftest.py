@@ -25,6 +25,14 @@ def _seed():
 
 
 @pytest.fixture(autouse=True)
+def _same_threads():
+    # Commands set what they are asked for.
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
 def _forget_warnings_shown_once():
     # warning_once would otherwise show a warning to the first test of a process only.
     transformers.utils.logging.warning_once.cache_clear()

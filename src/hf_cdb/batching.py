@@ -13,7 +13,8 @@ from transformers.utils import logging
 from .adapters import adapter_for
 from .config import CDBConfig, saved_settings
 from .jobs import CDBGenerationOutput, refusal
-from .manager import OF_CALLS, CDBManager
+from .manager import CDBManager
+from .request_maker import OF_CALLS
 
 __all__ = ["CDBBatchingMixin"]
 

@@ -19,13 +19,6 @@ from hf_cdb.request import Request
 from hf_cdb.scheduler import Scheduler
 
 
-@pytest.fixture(autouse=True)
-def _same_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 class Clock:
     """A clock that moves when it is told to, and by `read` with every look at it."""
 

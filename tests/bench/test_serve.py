@@ -4,7 +4,6 @@ import json
 
 import numpy
 import pytest
-import torch
 
 from hf_cdb.bench.arrivals import make_arrivals
 from hf_cdb.bench.models import load_model
@@ -16,13 +15,6 @@ from hf_cdb.bench.workloads import Workload
 from hf_cdb.cli import main
 
 SMALL = ["--width", "2", "--requests", "6", "--prompt", "2-5", "--new", "2-6", "--model", "tiny-ouro"]
-
-
-@pytest.fixture(autouse=True)
-def _same_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

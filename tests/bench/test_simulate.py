@@ -5,7 +5,6 @@ import math
 
 import numpy
 import pytest
-import torch
 
 from hf_cdb import CDBConfig
 from hf_cdb.adapters import adapter_for
@@ -28,13 +27,6 @@ from ..toy import ToyModel, predict, toy_prompt
 # A launch of the prelude takes 1 s, of the loop 2 s + 0.5 s a token, of the coda 0.25 s.
 HAND = CostTable(2, StageCost((1, 9), (1.0, 1.0)), StageCost((1, 9), (2.5, 6.5)), StageCost((1, 9), (0.25, 0.25)))
 ANY = CostTable(4, *[StageCost((1, 2), (1.0, 1.5), 0.01)] * 3)
-
-
-@pytest.fixture(autouse=True)
-def _same_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def shape(trace):

@@ -32,13 +32,6 @@ LINES = [
 PATIENCE = 240  # seconds until a test gives up
 
 
-@pytest.fixture(autouse=True)
-def _same_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def loaded():
     return load_model_to_evaluate("tiny-ouro")
