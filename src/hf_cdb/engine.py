@@ -8,6 +8,7 @@ import torch
 from .adapters import LoopAdapter
 from .batch import Batch
 from .config import CDBConfig
+from .failures import errors_of_requests
 from .memory import kv_budget, whole_memory
 from .request import Request
 from .row_rules import RowRules
@@ -294,7 +295,7 @@ class Engine:
         try:
             done = row.error is not None or len(row.tokens) >= row.max_new_tokens
             done = done or (row.stop is not None and row.stop(row))
-        except Exception as error:  # whatever a criterion raises, it is this row's
+        except errors_of_requests() as error:
             row.error, done = error, True
         if done:
             self._end(row, "finished" if row.error is None else "failed")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from .failures import errors_of_requests
 from .noise import Noise
 from .precision import at_least_float32
 from .processors import SCORES_ONLY
@@ -127,7 +128,7 @@ class Sampler:
                     "processor returns scores of the shape that it is given."
                 )
             return processed
-        except Exception as error:
+        except errors_of_requests() as error:
             row.error = error
             return scores
 
