@@ -20,7 +20,7 @@ from .streaming import StreamPiece, TextPieces
 __all__ = ["GenerationRun", "prepare_run"]
 
 
-def prepare_run(model: Any, *args, **kwargs) -> "GenerationRun":
+def prepare_run(model: Any, /, *args, **kwargs) -> "GenerationRun":
     """What `model.generate(*args, **kwargs)` would run with cdb: every argument is taken and checked, nothing runs.
 
     Raises:

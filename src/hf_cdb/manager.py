@@ -3,8 +3,6 @@
 import asyncio
 import concurrent.futures
 import itertools
-import math
-import numbers
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -22,6 +20,7 @@ from .engine import Engine
 from .jobs import CHILD, CDBGenerationOutput, Job
 from .model_checks import check_model, compute_as_wrapped
 from .outbox import Outbox
+from .request_arguments import check_kind, check_prompts, shown
 from .request_maker import OF_CALLS, RequestMaker
 from .stats import CDBStats
 from .worker import Worker
@@ -67,6 +66,7 @@ class CDBManager:
         cdb: Any = True,
         max_queue_size: int = 0,
     ):
+        check_kind("generation_config", generation_config)
         adapter = adapter_for(model)
         check_model(adapter)
         compute_as_wrapped(adapter)
@@ -82,7 +82,7 @@ class CDBManager:
         if self.settings.progress:
             logger.warning_once("progress=True has no effect: a manager has no last request that a bar could end at.")
         if isinstance(max_queue_size, bool) or not isinstance(max_queue_size, int) or max_queue_size < 0:
-            raise ValueError(f"max_queue_size={max_queue_size!r}: choose a number of requests, or 0 for no limit.")
+            raise ValueError(f"max_queue_size={shown(max_queue_size)}: choose a number of requests, or 0 for no limit.")
         self.config = self.settings.resolve(adapter)
         self.max_queue_size = max_queue_size
         self._engine = Engine(adapter, self.config)
@@ -264,6 +264,7 @@ class CDBManager:
     ) -> list[str]:
         """Queue several prompts with the same arguments, see `add_request`: all of them, or none. Returns their
         names."""
+        check_prompts(inputs)
         if max_new_tokens is not None:
             kwargs["max_new_tokens"] = max_new_tokens
         jobs = [self.make_job(input_ids, None, streaming, record_timestamps, **kwargs) for input_ids in inputs]
@@ -397,20 +398,25 @@ class CDBManager:
         seed: int | None = None,
         deadline: float | None = None,
         priority: int = 0,
+        created: float | None = None,
         **kwargs: Any,
     ) -> Job:
         """What `add_request` would queue: a request that is checked and ready, and belongs to nobody yet.
 
+        Args:
+            created: when it came, of `time.perf_counter`; None is now.
+
         Raises:
             ValueError: as `add_request`.
         """
-        created = time.perf_counter()
-        if deadline is not None and (not isinstance(deadline, numbers.Real) or not 0 < deadline < math.inf):
-            raise ValueError(f"deadline={deadline!r}: choose seconds from now, a positive number, or None.")
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise ValueError(f"priority={priority!r}: choose an integer; higher ones start first.")
+        told = {"streaming": streaming, "record_timestamps": record_timestamps}
+        for name, value in {"deadline": deadline, "priority": priority, "created": created, **told}.items():
+            check_kind(name, value)
         if request_id is not None and (not isinstance(request_id, str) or CHILD in request_id):
-            raise ValueError(f"request_id={request_id!r}: choose a string without {CHILD!r}, which names children.")
+            raise ValueError(
+                f"request_id={shown(request_id)}: choose a string without {CHILD!r}, which names children."
+            )
+        created = time.perf_counter() if created is None else created
         run = self._maker.make(input_ids, seed, kwargs)
         name = self.new_name() if request_id is None else request_id
         for request in run.requests:

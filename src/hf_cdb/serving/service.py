@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import functools
+import queue
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCri
 from transformers.utils import logging
 
 from ..adapters import adapter_for
-from ..jobs import CDBGenerationOutput, sequence_names
+from ..jobs import CDBGenerationOutput, Job
 from ..manager import CDBManager
 from .bodies import Body, ChatBody, CompletionBody
 from .metrics import Metrics
@@ -122,8 +123,11 @@ class Service:
             )
         return body.limit or min(DEFAULT_TOKENS, room)
 
-    async def generate(self, body: Body) -> "Generation":
+    async def generate(self, body: Body, arrived: float) -> "Generation":
         """Queue what a request asks for.
+
+        Args:
+            arrived: when it came, of `time.perf_counter`: its deadline and its times count from then.
 
         Raises:
             RefusedError: it cannot be served.
@@ -133,7 +137,7 @@ class Service:
             limits = [self.limit(body, prompt) for prompt in prompts]
             self._check_room(len(prompts) * body.n)
             self._revive()
-            generation = Generation(self, body, prompts, limits)
+            generation = Generation(self, body, prompts, limits, arrived)
             self._open += len(generation)
             try:
                 await generation.submit()
@@ -180,39 +184,61 @@ class Generation:
 
     Attributes:
         prompts, limits: token ids and new tokens at most, by prompt.
+        arrived: when the request came.
         outputs: the newest of every sequence that has any.
     """
 
-    def __init__(self, service: Service, body: Body, prompts: list[list[int]], limits: list[int]):
+    def __init__(self, service: Service, body: Body, prompts: list[list[int]], limits: list[int], arrived: float):
         self.service, self.body, self.prompts, self.limits = service, body, prompts, limits
+        self.arrived = arrived
         self.outputs: dict[int, CDBGenerationOutput] = {}
-        self._names: list[str] = []
+        self._jobs: list[Job] = []  # queued
         self._left: set[int] = set()
         self._new: set[int] = set()
         self._some_new = asyncio.Event()
-        self._closed = False
+        self._closed = self._failed = False
 
     def __len__(self) -> int:
         """Sequences."""
         return len(self.prompts) * self.body.n
 
     async def submit(self) -> None:
-        options = self.body.options(self.service.vocab_size)
-        for index, (prompt, limit) in enumerate(zip(self.prompts, self.limits, strict=True)):
-            name = f"served-{uuid.uuid4().hex}"
-            # Finding the tokens of stop strings takes long in a large vocabulary, and others' answers must go on.
-            adding = asyncio.ensure_future(asyncio.to_thread(self._add, prompt, name, limit, options))
-            adding.add_done_callback(functools.partial(self._added, name, index * self.body.n))
-            try:
-                await asyncio.shield(adding)
-            except ValueError as error:
-                raise RefusedError(400, str(error)) from error
-            except RuntimeError as error:
-                raise RefusedError(503, str(error)) from error
+        """Queue the prompts once all of them have been checked.
 
-    def _add(self, prompt: list[int], name: str, limit: int, options: dict[str, Any]) -> None:
-        told = {"streaming": self.body.stream, "record_timestamps": True}
-        self.service.manager.add_request(prompt, name, limit, **told, **options, **self._stops(len(prompt)))
+        Raises:
+            RefusedError: one cannot be served.
+        """
+        # Finding the tokens of stop strings takes long in a large vocabulary, and others' answers must go on.
+        adding = asyncio.ensure_future(asyncio.to_thread(self._add))
+        adding.add_done_callback(self._added)
+        try:
+            await asyncio.shield(adding)
+        except (ValueError, RuntimeError, queue.Full) as error:
+            self._failed = True
+            kinds = {ValueError: 400, queue.Full: 429}
+            status = next((kinds[kind] for kind in kinds if isinstance(error, kind)), 503)
+            raise RefusedError(status, str(error)) from error
+
+    def _add(self) -> None:
+        manager, body = self.service.manager, self.body
+        options = {"streaming": body.stream, "record_timestamps": True, "created": self.arrived}
+        options |= body.options(self.service.vocab_size)
+        jobs = []
+        for prompt, limit in zip(self.prompts, self.limits, strict=True):
+            name = f"served-{uuid.uuid4().hex}"
+            jobs.append(manager.make_job(prompt, name, max_new_tokens=limit, **options, **self._stops(len(prompt))))
+        for job in jobs:
+            manager.submit_job(job)
+            self._jobs.append(job)
+
+    def _added(self, adding: asyncio.Future) -> None:
+        """Listen to the sequences; where the client has gone meanwhile, or some could not be queued, end them."""
+        for prompt, job in enumerate(self._jobs):
+            for index, sequence in enumerate(job.names, prompt * self.body.n):
+                self._left.add(index)
+                self.service.manager.register_result_handler(sequence, functools.partial(self._put, index))
+        if self._closed:
+            self._end_what_is_left()
 
     def _stops(self, prompt_length: int) -> dict[str, Any]:
         """What ends a sequence at its stop strings. Only the answer is looked at: `stop_strings` of `generate` would
@@ -221,17 +247,6 @@ class Generation:
             return {}
         stop = StopStringCriteria(self.service.tokenizer, self.body.stops)
         return {"stopping_criteria": [lambda ids, scores: stop(ids[:, prompt_length:], scores)]}
-
-    def _added(self, name: str, first: int, adding: asyncio.Future) -> None:
-        """Listen to the sequences of a prompt; where the client has gone meanwhile, end them."""
-        if adding.cancelled() or adding.exception() is not None:
-            return
-        self._names.append(name)
-        for index, sequence in enumerate(sequence_names(name, self.body.n), first):
-            self._left.add(index)
-            self.service.manager.register_result_handler(sequence, functools.partial(self._put, index))
-        if self._closed:
-            self.service.manager.cancel_request(name)
 
     def _put(self, index: int, output: CDBGenerationOutput) -> None:
         self.outputs[index] = output
@@ -254,6 +269,7 @@ class Generation:
                     self._left.discard(index)
                     self.service.metrics.ended(output)
                 if output.error is not None:
+                    self._failed = True
                     raise self._failure(output)
                 yield index, output
 
@@ -272,9 +288,17 @@ class Generation:
             return
         self._closed = True
         self.service.closed(self)
-        self.service.metrics.cancelled(len(self._left))
-        for name in self._names:
-            self.service.manager.cancel_request(name)
+        self._end_what_is_left()
+
+    def _end_what_is_left(self) -> None:
+        for index in self._left:
+            output = self.outputs.get(index)
+            if output is not None and output.is_finished():  # nobody has read it
+                self.service.metrics.ended(output)
+            else:  # with a sequence that failed the whole request has
+                self.service.metrics.ended_early("failed" if self._failed else "cancelled")
+        for job in self._jobs:
+            self.service.manager.cancel_request(job.request_id)
 
     def usage(self) -> dict[str, Any]:
         """Tokens, each prompt counted once, and loops per generated token."""
