@@ -280,9 +280,7 @@ class Engine:
         """Choose a token for every row; one whose processors raised has an error instead."""
         groups: dict[Any, list[int]] = {}
         for index, row in enumerate(rows):
-            # Of those that only look for the largest score one serves all.
-            plain = getattr(row.sampler, "is_plain", False)
-            groups.setdefault("plain" if plain else id(row.sampler), []).append(index)
+            groups.setdefault(getattr(row.sampler, "key", None) or id(row.sampler), []).append(index)
         for indices in groups.values():
             chosen = [rows[index] for index in indices]
             part = logits if len(indices) == len(rows) else logits[to_device(torch.tensor(indices), logits.device)]
