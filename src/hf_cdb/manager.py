@@ -5,8 +5,8 @@ import concurrent.futures
 import itertools
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, aclosing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from .adapters import adapter_for
+from .async_front import AsyncFront
 from .config import CDBConfig, saved_settings
 from .engine import Engine
 from .jobs import CHILD, CDBGenerationOutput, Job
@@ -32,7 +33,7 @@ logger = logging.get_logger(__name__)
 _PATIENCE = 10.0  # seconds that Transformers' manager waits for room in its queue
 
 
-class CDBManager:
+class CDBManager(AsyncFront):
     """Serves requests as they come, in a thread of its own, by continuous depth batching.
 
     Names and meaning are those of Transformers' `ContinuousBatchingManager` wherever both have the thing. Methods may
@@ -326,58 +327,6 @@ class CDBManager:
             ValueError: the sequence has a handler.
         """
         self._outbox.register(request_id, callback, self._worker.end)
-
-    async def generate_async(
-        self, input_ids: Sequence[int] | torch.Tensor, *, request_id: str | None = None, **kwargs
-    ) -> CDBGenerationOutput:
-        """The last output of a request of one sequence, see `add_request`; cancelled with the task that awaits it."""
-        job = self._add(input_ids, request_id, kwargs)
-        if len(job.names) > 1:
-            self.cancel_request(job.request_id)
-            raise ValueError(f"num_return_sequences={len(job.names)}: generate_async gives one. Use stream_async.")
-        async with aclosing(self._outputs_of(job)) as outputs:
-            async for output in outputs:
-                last = output
-        return last
-
-    async def stream_async(
-        self,
-        input_ids: Sequence[int] | torch.Tensor,
-        *,
-        request_id: str | None = None,
-        streaming: bool = True,
-        **kwargs,
-    ) -> AsyncIterator[CDBGenerationOutput]:
-        """The outputs of a request and of its children as they come, see `add_request`; one that is not read to its
-        end is cancelled."""
-        job = self._add(input_ids, request_id, {"streaming": streaming, **kwargs})
-        async with aclosing(self._outputs_of(job)) as outputs:
-            async for output in outputs:
-                yield output
-
-    async def _outputs_of(self, job: Job) -> AsyncIterator[CDBGenerationOutput]:
-        newest: dict[str, CDBGenerationOutput] = {}  # as in the outbox: who reads slowly is given fewer
-        came = asyncio.Event()
-
-        def take(output: CDBGenerationOutput) -> None:
-            newest[output.request_id] = output
-            came.set()
-
-        left = set(job.names)
-        try:
-            for name in job.names:
-                self.register_result_handler(name, take)
-            while left:
-                await came.wait()
-                came.clear()
-                while newest:
-                    output = newest.pop(next(iter(newest)))
-                    if output.is_finished():
-                        left.remove(output.request_id)
-                    yield output
-        finally:
-            for name in left:
-                self.cancel_request(name)
 
     def _add(self, input_ids: Any, request_id: str | None, kwargs: dict[str, Any]) -> Job:
         try:

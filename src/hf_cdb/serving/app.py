@@ -14,7 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .answers import Answer, error_content
 from .bodies import Body, ChatBody, CompletionBody
-from .service import Generation, RefusedError, Service
+from .generation import Generation, RefusedError
+from .service import Service
 
 __all__ = ["build_app"]
 
