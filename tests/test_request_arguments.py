@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -11,6 +12,7 @@ from hf_cdb.manager import CDBManager
 
 from .requests import GATE, alone, assert_clean, last, told
 from .test_manager import PROMPTS, shared_model
+from .tiny import random_ouro
 
 nan, inf = math.nan, math.inf
 HUGE = 10**400  # no float holds it
@@ -131,6 +133,21 @@ def test_values_of_a_generation_config_are_looked_at_too(name):
         manager.add_request(PROMPTS[0], generation_config=config)
     with pytest.raises(ValueError, match=rf"{name}=1\.5: choose"):
         CDBManager(shared_model(), config, cdb=GATE)
+
+
+def test_what_a_request_leaves_out_may_stand_in_the_config_of_the_model():
+    """An end of sequence, without which the penalty would be refused; ids may be arrays."""
+    model = random_ouro(eos_token_id=7, pad_token_id=0).double()
+    ends = model.generation_config.eos_token_id
+    config = GenerationConfig(exponential_decay_length_penalty=(1, 1.5), max_new_tokens=8)
+    options = {"eos_token_id": numpy.array([ends]), "suppress_tokens": torch.tensor([20])}
+    with CDBManager(model, cdb=GATE) as manager:
+        names = [manager.add_request(PROMPTS[0], generation_config=config, **own) for own in ({}, options)]
+        for name, own in zip(names, ({}, {"suppress_tokens": [20]}), strict=True):
+            assert told(last(manager, name)) == alone(model, PROMPTS[0], generation_config=config, **own)[0]
+        for name in manager.add_requests(numpy.array([[3, 4], [5, 6]]), 1):
+            assert len(told(last(manager, name))[0]) == 1
+    assert_clean(manager)
 
 
 @pytest.mark.parametrize("value", [5, "ab", None, {}, iter([[3]])], ids=str)

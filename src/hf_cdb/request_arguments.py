@@ -10,7 +10,6 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation import BaseWatermarkingConfig, GenerationConfig
 
@@ -63,14 +62,19 @@ def _number(least: float = -math.inf, most: float = math.inf, above: bool = Fals
     return Kind(holds, words)
 
 
+def _list(value: Any) -> Any:
+    """A list in place of a tensor or an array."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def _are_tokens(value: Any, vocab: float, least: int = 0) -> bool:
     """Whether it is a list of token ids, which may be none."""
-    value = value.tolist() if isinstance(value, torch.Tensor) else value
+    value = _list(value)
     return isinstance(value, Sequence) and all(_is_integer(token) and least <= token < vocab for token in value)
 
 
 def _is_end(value: Any, vocab: float, least: int) -> bool:
-    value = value.tolist() if isinstance(value, torch.Tensor) else value
+    value = _list(value)
     return _are_tokens(value if isinstance(value, Sequence) else [value], vocab, least)
 
 
@@ -87,12 +91,10 @@ def _are_biases(value: Any, vocab: int) -> bool:
 
 def _are_words(value: Any, vocab: int) -> bool:
     return (
-        isinstance(value, Sequence) and len(value) > 0 and all(len(_list(w)) and _are_tokens(w, vocab) for w in value)
+        isinstance(value, Sequence)
+        and len(value) > 0
+        and all(_are_tokens(word, vocab) and len(word) > 0 for word in value)
     )
-
-
-def _list(value: Any) -> Sequence:
-    return value if isinstance(value, Sequence) else ()
 
 
 def _is_decay(value: Any, _: int) -> bool:
@@ -198,7 +200,7 @@ def check_prompts(inputs: Any) -> None:
     """Refuse what is no collection of prompts.
 
     Raises:
-        ValueError: it has no length, or no order.
+        ValueError: it has no length, or is a text or a dict.
     """
-    if not isinstance(inputs, Sequence | torch.Tensor) or isinstance(inputs, str | bytes):
+    if not hasattr(inputs, "__len__") or not hasattr(inputs, "__iter__") or isinstance(inputs, str | bytes | Mapping):
         raise ValueError(f"inputs={shown(inputs)}: give the prompts, a list of lists of token ids.")

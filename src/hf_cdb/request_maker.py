@@ -78,7 +78,9 @@ class RequestMaker:
         check_kind("seed", seed)
         self._check_arguments(generation_config, kwargs)
         config = self._settings_of(seed, kwargs)
-        check_options({**vars(generation_config or self._generation_config), **kwargs}, self._vocabulary)
+        configs = (self._engine.adapter.model.generation_config, generation_config or self._generation_config)
+        layers = (*map(vars, configs), kwargs)  # as generate takes what one leaves out from the one before
+        check_options({k: v for layer in layers for k, v in layer.items() if v is not None}, self._vocabulary)
         # Not a deep copy: generate makes one of its own.
         generation_config = copy.copy(generation_config or self._generation_config)
         generation_config.return_dict_in_generate = False
