@@ -8,6 +8,7 @@ import torch
 from .adapters import LoopAdapter
 from .batch import Batch
 from .config import CDBConfig
+from .failures import errors_of_requests
 from .memory import kv_budget, whole_memory
 from .request import Request
 from .row_rules import RowRules
@@ -279,9 +280,7 @@ class Engine:
         """Choose a token for every row; one whose processors raised has an error instead."""
         groups: dict[Any, list[int]] = {}
         for index, row in enumerate(rows):
-            # Of those that only look for the largest score one serves all.
-            plain = getattr(row.sampler, "is_plain", False)
-            groups.setdefault("plain" if plain else id(row.sampler), []).append(index)
+            groups.setdefault(getattr(row.sampler, "key", None) or id(row.sampler), []).append(index)
         for indices in groups.values():
             chosen = [rows[index] for index in indices]
             part = logits if len(indices) == len(rows) else logits[to_device(torch.tensor(indices), logits.device)]
@@ -294,7 +293,7 @@ class Engine:
         try:
             done = row.error is not None or len(row.tokens) >= row.max_new_tokens
             done = done or (row.stop is not None and row.stop(row))
-        except Exception as error:  # whatever a criterion raises, it is this row's
+        except errors_of_requests() as error:
             row.error, done = error, True
         if done:
             self._end(row, "finished" if row.error is None else "failed")

@@ -10,6 +10,7 @@ import torch
 
 from .adapters import LoopAdapter
 from .exits import ExitRule
+from .failures import errors_of_requests
 from .request import Request
 
 __all__ = ["RowRules"]
@@ -41,7 +42,7 @@ class RowRules:
         """What the rule raises becomes the error of its rows, unless it is the common one."""
         try:
             yield
-        except Exception as error:
+        except errors_of_requests() as error:
             if rule is self._common:
                 raise
             for row in rows:
