@@ -45,9 +45,9 @@ class CDBConfig:
         prefill_chunk_size: positions of a prompt per launch at most; None is the whole prompt.
         max_prefill_tokens: positions of all prompts per launch of the loop at most, and as many between two of them in
             the prelude and in the coda, so that rows that decode wait little for long prompts; None is no limit.
-        prefill_exit: positions of a prompt leave by the exit rule as tokens do, all but the last one, which runs to full
-            depth; False: all of them do. Not exact, but a choice for speed; only with `last_exited`. Rules that need
-            logits run the coda for every position and loop.
+        prefill_exit: positions of a prompt leave by the exit rule, as tokens do, all but the last one; False: all run
+            to full depth. Not exact but a choice for speed, and only with `last_exited`. Rules that need logits run the
+            coda for every position and loop.
         max_kv_memory: bytes that the keys and values of rows in flight hold at most (an integer), or a share of the
             free memory (a float up to 1). Gaps that ended requests leave in the pool come on top.
         max_overtakes: prompts that may start before the first one in the line while that has to wait for room in

@@ -93,7 +93,9 @@ class PrefillExits:
                 run = row.ragged.unshown(int(positions[-1]) + 1, loop) if coda_layers else positions
                 gaps = {0: run} if run[-1] + 1 - run[0] > len(run) else None
                 spans = Spans([row.key], run[:1], run[-1:] + 1, numpy.array([loop]), gaps)
-                on_device = (torch.from_numpy(x).to(row.state.device) for x in (run, numpy.searchsorted(run, positions)))
+                on_device = (
+                    torch.from_numpy(x).to(row.state.device) for x in (run, numpy.searchsorted(run, positions))
+                )
                 run, keep = on_device
                 self._stats.asked["launches"] += 1
                 self._stats.asked["positions"] += len(positions)

@@ -240,7 +240,7 @@ class _Row:
                 rule = rules.get(position)
                 if rule is not None:
                     of_position = previous[0, position], state[0, position]
-                    value, leaves = rule(loop, *of_position, lambda of=logits, p=position: of()[p], embeds[0, position])
+                    _, leaves = rule(loop, *of_position, lambda of=logits, p=position: of()[p], embeds[0, position])
                     if leaves and loop + lookahead >= min_depth:
                         depths[position] = loop + lookahead
                         del rules[position]
