@@ -216,7 +216,11 @@ class _Row:
         self.store = _Store(adapter, slots)
 
     def run_prompt(
-        self, prompt: torch.Tensor, make_rule: "Callable[[], _Rule] | None", min_depth: int, lookahead: int
+        self,
+        prompt: torch.Tensor,
+        make_rule: "Callable[[], _Rule] | None" = None,
+        min_depth: int = 1,
+        lookahead: int = 0,
     ) -> tuple[torch.Tensor, list[int]]:
         """Run all positions, at full depth or until their rules let them leave: logits `[vocab]` of the last, depths.
 
