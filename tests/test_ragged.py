@@ -225,6 +225,19 @@ def test_a_request_that_goes_on_is_as_if_it_had_never_stopped(name, rule, prefil
     assert not second.stats.prompt_depths  # what runs again is no new prompt
 
 
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_a_request_of_embeddings_goes_on(chunk):
+    model = model_of("huginn")
+    rows = [model.get_input_embeddings()(row).detach() for row in prompts(6, 3)]
+    settings = {"exit_rule": "latent-diff", "exit_threshold": 0.6}
+    whole = run(engine_of(model, **settings), requests_of(rows, 6))
+    again = requests_of(rows, 6)
+    for one, other in zip(whole, again, strict=True):
+        other.tokens, other.exit_depths = one.tokens[:4], one.exit_depths[:4]
+    run(engine_of(model, **settings, prefill_chunk_size=chunk), again)
+    assert [(one.tokens, one.exit_depths) for one in whole] == [(one.tokens, one.exit_depths) for one in again]
+
+
 @pytest.mark.parametrize(
     ("fields", "policy", "match"),
     [

@@ -32,14 +32,15 @@ class PrefillExits:
 
         The positions of tokens that it was added with leave where they did before, and those of its prompt with them.
         """
+        leaves = row.prefill_exit and row.rule.name != "never" and row.prefill_length > 1
+        if not (leaves or row.tokens):
+            return None
         depths = numpy.full(row.prefill_length, row.max_depth)
         if row.tokens:
             if row.prompt_depths is not None:
                 depths[: row.prompt_length] = row.prompt_depths
             depths[row.prompt_length :] = row.exit_depths[1:]  # what a token ran gave the next one
             return None if (depths == row.max_depth).all() else RaggedPrompt(depths)
-        if not row.prefill_exit or row.rule.name == "never" or len(depths) == 1:
-            return None
         return RaggedPrompt(depths, self._rules.of_prompt(row))
 
     def begin(self, batch: Batch, embeds: torch.Tensor, start: torch.Tensor) -> None:
