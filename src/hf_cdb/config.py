@@ -333,6 +333,11 @@ class CDBConfig:
                 "entries that positions which have left are read by. Choose kv_policy='last_exited', or set "
                 "prefill_exit=False."
             )
+        if self.prefill_exit and adapter.model_type == "ouro":
+            logger.warning_once(
+                "prefill_exit=True costs Ouro answers: the embedded tiny-ouro loses half of its exact matches by it "
+                "(docs/memory.md). Leave it off unless your own evaluation says otherwise."
+            )
         reason = self._why_nothing_leaves(rule, depth, name)
         if reason is not None:
             logger.warning_once(f"Nothing can leave early: {reason}")
