@@ -234,10 +234,10 @@ class CDBManager(AsyncFront):
             deadline: seconds from now; where it has not ended by then it fails with a TimeoutError. Of requests of one
                 priority that wait, the earliest deadline starts first.
             priority: an integer; higher ones start first, without starving others (docs/scheduling.md).
-            **kwargs: `max_depth` (at most the manager's), `min_depth`, `exit_rule`, `exit_threshold`, `exit_depths` (a
-                list, for this prompt) as in `CDBConfig`, and everything that `generate` takes for a prompt of its own:
-                `do_sample`, `temperature`, `logits_processor`, `stop_strings` with `tokenizer`, ... `max_time` counts
-                from now.
+            **kwargs: `max_depth` (at most the manager's), `min_depth`, `exit_rule`, `exit_threshold`, `prefill_exit`,
+                `exit_depths` (a list, for this prompt) as in `CDBConfig`, and everything that `generate` takes for a
+                prompt of its own: `do_sample`, `temperature`, `logits_processor`, `stop_strings` with `tokenizer`, ...
+                `max_time` counts from now.
 
         Returns:
             The name of the request. With `num_return_sequences` beyond 1 the other sequences' outputs are named

@@ -20,7 +20,7 @@ __all__ = ["OF_CALLS", "RequestMaker"]
 # What belongs to the prompts of one call, and what add_request has in its place.
 OF_CALLS = {"seeds": "seed", "token_limits": "max_new_tokens", "exit_depths": "exit_depths"}
 # Settings of cdb that may differ from request to request; the others belong to the engine that all share.
-_OF_REQUESTS = ("max_depth", "min_depth", "exit_rule", "exit_threshold", "exit_depths")
+_OF_REQUESTS = ("max_depth", "min_depth", "exit_rule", "exit_threshold", "prefill_exit", "exit_depths")
 _OF_ENGINE = tuple(f.name for f in dataclasses.fields(CDBConfig) if f.name not in (*_OF_REQUESTS, *OF_CALLS))
 # Arguments of generate that mean nothing for a request, and what to use.
 _ELSEWHERE = {
@@ -95,6 +95,7 @@ class RequestMaker:
             rule = self._shared(run.config.exit_rule)
         for request in run.requests:
             request.min_depth, request.max_depth, request.rule = run.config.min_depth, run.config.max_depth, rule
+            request.prefill_exit = run.config.prefill_exit
             self._engine.check(request)
         return run
 
@@ -123,7 +124,7 @@ class RequestMaker:
         for name, value in own.items():
             check_kind(name, value)
         if "exit_depths" in own:
-            own = {"exit_rule": "replay", **own, "exit_depths": [own["exit_depths"]]}
+            own = {"exit_rule": "replay", "prefill_exit": False, **own, "exit_depths": [own["exit_depths"]]}
         if seed is not None:
             own["seeds"] = [seed]
         return CDBConfig.create(own, self._settings, self._engine.adapter)
