@@ -262,7 +262,8 @@ def test_after_an_error_of_the_model_nothing_is_copied(monkeypatch):
 def test_memory_bounds_what_is_kept_too():
     """Requests one after the other: never more bytes than the budget, and a request that needs it has it."""
     model = model_of("ouro")
-    rows = [*begin_alike(3, 4, 5), *prompts(140, seed=9), *begin_alike(6)]
+    rows = begin_alike(3, 4, 5, 6)
+    rows[3:3] = prompts(140, seed=9)
     per_position = engine_of(model, rows)[0].cache.bytes_per_position()
     budget = 170 * per_position
     engine, requests = engine_of(model, rows, max_kv_memory=budget)
