@@ -1,6 +1,6 @@
 """Who copies from whom, who waits, and what is kept: against brute force, without a model."""
 
-import os.path
+import itertools
 
 import pytest
 from hypothesis import given
@@ -246,5 +246,8 @@ def test_the_longest_is_found(prompts):
         known.through(key)
     known.add("last", encoded(prompts[-1]))
     ready = [prompts[key] for key in range(len(prompts) - 1) if known._prompts[key].index is known._ready]
-    most = max((len(os.path.commonprefix([ids, prompts[-1]])) for ids in ready), default=0)
+    most = 0
+    for ids in ready:
+        pairs = zip(ids, prompts[-1], strict=False)
+        most = max(most, len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))))
     assert known._ready.longest(known._prompts["last"])[0] == most
