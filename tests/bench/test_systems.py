@@ -81,6 +81,7 @@ def test_saved_settings_that_the_benchmark_decides_itself_are_left_out():
         "exit_threshold": 0.6,
         "max_num_seqs": 4,
         "min_depth": 2,
+        "prefix_reuse": False,
     }
     assert serve("refill", model, live, 2, cdb_settings(model, live)).stats.max_num_seqs == 2
 
