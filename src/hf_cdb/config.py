@@ -52,6 +52,8 @@ class CDBConfig:
             free memory (a float up to 1). Gaps that ended requests leave in the pool come on top.
         max_overtakes: prompts that may start before the first one in the line while that has to wait for room in
             `max_kv_memory`; 0: strictly in order.
+        prefix_reuse: compute what prompts share at their beginning once, and copy it: True, False, or "auto": where
+            the KV policy allows it, as `last_exited` does.
         exit_depths: for `replay`, a depth per row and new token; the first of every row is R.
         seeds: for sampling, a seed per prompt, which alone decides the row's noise.
         token_limits: new tokens at most, for every prompt, beside the limit of the call; a row that reaches its own
@@ -83,6 +85,7 @@ class CDBConfig:
     prefill_exit: bool = False
     max_kv_memory: int | float | None = None
     max_overtakes: int = 0
+    prefix_reuse: bool | str = "auto"
     exit_depths: Any = None
     seeds: Sequence[int] | None = None
     token_limits: Sequence[int] | None = None
@@ -101,8 +104,9 @@ class CDBConfig:
         for name in ("refill", "prefill_exit", "compile", "trace", "progress"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose True or False.")
-        if not isinstance(self.prepack_weights, bool) and self.prepack_weights != "auto":
-            raise ValueError(f"prepack_weights={self.prepack_weights!r}: choose True, False or 'auto'.")
+        for name in ("prefix_reuse", "prepack_weights"):
+            if not isinstance(getattr(self, name), bool) and getattr(self, name) != "auto":
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose True, False or 'auto'.")
         if isinstance(self.lookahead, bool) or self.lookahead not in (0, 1):
             raise ValueError(
                 f"lookahead={self.lookahead!r}: a decision takes effect 0 or 1 loops later. Choose 0 or 1."
@@ -342,7 +346,28 @@ class CDBConfig:
         if reason is not None:
             logger.warning_once(f"Nothing can leave early: {reason}")
         return dataclasses.replace(
-            self, max_depth=depth, exit_rule=rule, exit_threshold=None, quality=None, exit_depths=None, kv_policy=policy
+            self,
+            max_depth=depth,
+            exit_rule=rule,
+            exit_threshold=None,
+            quality=None,
+            exit_depths=None,
+            kv_policy=policy,
+            prefix_reuse=self._reuses_prefixes(policy),
+        )
+
+    def _reuses_prefixes(self, policy: str) -> bool:
+        """Whether prompts share what they have in common under this KV policy."""
+        if self.prefix_reuse is True and self.prefill_exit:
+            raise ValueError(
+                "prefix_reuse=True with prefill_exit=True: positions leave at depths of their own, so prompts have "
+                "nothing in common. Leave one of them out."
+            )
+        if policy == "last_exited" or self.prefix_reuse is not True:
+            return policy == "last_exited" and self.prefix_reuse is not False
+        raise ValueError(
+            f"prefix_reuse=True with kv_policy={policy!r}: loops share entries there, and another prompt would read in "
+            "its first loop what the last one left. Leave it out, or choose kv_policy='last_exited'."
         )
 
     def described(self, adapter: LoopAdapter) -> dict[str, Any]:

@@ -61,6 +61,8 @@ class CDBStats:
         widths: by stage, how many launches had each width.
         depths: how many generated tokens left after each loop; prompts give one token at full depth.
         prompt_depths: likewise positions of prompts that are through.
+        prompt_positions: positions of prompts that ran, each counted once.
+        reused_positions: those that were copied from another prompt instead, see `CDBConfig.prefix_reuse`.
         kv_bytes: keys and values of the core at the fullest moment, `kv_bytes_outer` those of the layers around it.
         once, per_loop: parameters that run once per token and per loop.
         coda: parameters of the layers after the loop and the head.
@@ -79,6 +81,8 @@ class CDBStats:
     widths: dict[str, Counter] = field(default_factory=dict)
     depths: Counter = field(default_factory=Counter)
     prompt_depths: Counter = field(default_factory=Counter)
+    prompt_positions: int = 0
+    reused_positions: int = 0
     kv_bytes: int = 0
     kv_bytes_outer: int = 0
     trace: Trace | None = None
@@ -86,7 +90,9 @@ class CDBStats:
     def record(self, launch: Launch) -> None:
         """Count a launch that has run."""
         self.launches[launch.stage] += 1
-        self.rows[launch.stage] += len(launch) - sum(start > 0 for start, _ in launch.pieces.values())
+        self.rows[launch.stage] += len(launch) - launch.continued
+        if launch.pieces and launch.stage == "prelude":
+            self.prompt_positions += sum(end - start for start, end in launch.pieces.values())
         self.widths.setdefault(launch.stage, Counter())[len(launch)] += 1
 
     def save_trace(self, path: str | Path, format: str | None = None) -> None:
@@ -166,6 +172,8 @@ class CDBStats:
             "row_loops": self.rows["loop"],
             "widths": {stage: dict(sorted(widths.items())) for stage, widths in self.widths.items()},
             "occupancy": self.occupancy,
+            "prompt_positions": self.prompt_positions,
+            "reused_positions": self.reused_positions,
             "kv_bytes": self.kv_bytes,
             "kv_bytes_outer": self.kv_bytes_outer,
             "flop_bound": self.flop_bound,
