@@ -17,7 +17,7 @@ from .exit_heads import ExitHead, head_for
 from .exits import RULES, ArgmaxStability, ExitRule, make_rule
 from .kv_policy import POLICIES
 
-__all__ = ["CDBConfig", "rule_name", "saved_settings"]
+__all__ = ["CDBConfig", "is_integer", "rule_name", "saved_settings"]
 
 logger = logging.get_logger(__name__)
 
@@ -135,18 +135,18 @@ class CDBConfig:
             object.__setattr__(self, "exit_depths", _rows_of_integers("exit_depths", self.exit_depths))
         if self.seeds is not None:
             seeds = _plain(self.seeds)
-            if not isinstance(seeds, list | tuple) or not all(_is_integer(seed) for seed in seeds):
+            if not isinstance(seeds, list | tuple) or not all(is_integer(seed) for seed in seeds):
                 raise ValueError(f"seeds={self.seeds!r}: choose one integer per prompt.")
             object.__setattr__(self, "seeds", tuple(int(seed) for seed in seeds))
         if self.token_limits is not None:
             limits = _plain(self.token_limits)
-            if not isinstance(limits, list | tuple) or not all(_is_integer(limit) and limit > 0 for limit in limits):
+            if not isinstance(limits, list | tuple) or not all(is_integer(limit) and limit > 0 for limit in limits):
                 raise ValueError(f"token_limits={self.token_limits!r}: choose one positive integer per prompt.")
             object.__setattr__(self, "token_limits", tuple(int(limit) for limit in limits))
 
     def _take_integer(self, name: str, least: int = 1) -> None:
         value = getattr(self, name)
-        if not _is_integer(value) or value < least:
+        if not is_integer(value) or value < least:
             raise ValueError(f"{name}={value!r}: choose an integer of at least {least}.")
         object.__setattr__(self, name, int(value))
 
@@ -180,7 +180,6 @@ class CDBConfig:
                 f"exit_rule={rule!r} with exit_depths={'given' if self.exit_depths is not None else None}: the depths "
                 "to replay and exit_rule='replay' need each other. Pass both or none."
             )
-
         if rule == "replay" and self.prefill_exit:
             raise ValueError(
                 "prefill_exit=True beside exit_rule='replay': exit_depths has depths of new tokens and none of the "
@@ -448,7 +447,7 @@ def rule_name(rule: Any, adapter: LoopAdapter | None) -> Any:
     return "gate" if adapter.has_gate else "latent-diff"
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
     """Whether it is an integer, numpy's included."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
@@ -463,7 +462,7 @@ def _rows_of_integers(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
         rows = tuple(tuple(_plain(row)) for row in _plain(value))
     except TypeError:
         rows = ((None,),)
-    if not all(_is_integer(depth) for row in rows for depth in row):
+    if not all(is_integer(depth) for row in rows for depth in row):
         raise ValueError(f"{name}: pass integers [rows, new tokens], as nested lists or a tensor.")
     return tuple(tuple(int(depth) for depth in row) for row in rows)
 

@@ -325,15 +325,16 @@ class Engine:
                 self.stats.depths[depth] += 1
                 row.exit_depths.append(depth)
             finished[index] = self._ends(row)
-            if not finished[index]:
-                if len(row.tokens) > 1:
-                    self.cache.fill(row.key, row.start, depth)
-                else:
-                    row.release()
-                row.start, row.end = row.end, row.end + 1
+            if finished[index]:
+                continue
+            if len(row.tokens) > 1:
+                self.cache.fill(row.key, row.start, depth)
+            else:
+                row.release()
+            row.advance()
         for index in resumed:
             rows[index].release()
-            rows[index].start, rows[index].end = rows[index].end, rows[index].end + 1
+            rows[index].advance()
         return finished
 
     def _prompts_through(self, batch: Batch) -> list[int]:
