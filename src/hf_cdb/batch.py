@@ -1,6 +1,6 @@
 """The rows of a launch and their positions."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
 import numpy
@@ -21,20 +21,29 @@ class Batch:
         launch: of the scheduler.
         requests: all that are in flight, by key.
         device: of the tensors.
+        again: keys of requests that run again what they had, see `RowMemory`.
 
     Attributes:
         rows: the requests of the launch, in its order.
         prompts, decoding: which of them are at their prompt, and which are not.
+        again: which of them run again what they had; at their prompt, or decoding.
+        deciding: those of the decoding ones that do not.
         spans: the positions.
     """
 
-    def __init__(self, launch: Launch, requests: Mapping[int, Request], device: torch.device):
+    def __init__(
+        self, launch: Launch, requests: Mapping[int, Request], device: torch.device, again: Collection[int] = ()
+    ):
         self.launch, self.device = launch, device
         self.rows = [requests[key] for key in launch.keys]
-        self.prompts = [index for index, row in enumerate(self.rows) if not row.tokens]
+        self.prompts = [index for index, row in enumerate(self.rows) if row.in_prompt]
         self.decoding = range(len(self.rows))
         if self.prompts:
-            self.decoding = [index for index, row in enumerate(self.rows) if row.tokens]
+            self.decoding = [index for index, row in enumerate(self.rows) if not row.in_prompt]
+        self.again, self.deciding = [], self.decoding
+        if again:
+            self.again = [index for index, key in enumerate(launch.keys) if key in again]
+            self.deciding = [index for index in self.decoding if launch.keys[index] not in again]
         for index in self.prompts:
             self.rows[index].end = self.rows[index].prompt_length
         start = numpy.array([row.start for row in self.rows], dtype=numpy.int64)
@@ -56,6 +65,12 @@ class Batch:
         """int64 `[decoding rows]`."""
         places = self.launch.places
         return self.tensor(places if not self.prompts else [places[index] for index in self.decoding])
+
+    def places_of(self, indices: Sequence[int]) -> torch.Tensor:
+        """int64 `[indices]`, the places of these rows."""
+        if len(indices) == len(self.decoding) and not self.prompts:
+            return self.places
+        return self.tensor([self.launch.places[index] for index in indices])
 
     @cached_property
     def decoding_tokens(self) -> torch.Tensor:

@@ -16,6 +16,7 @@ from .calibrated import SETTINGS, calibrated_threshold
 from .exit_heads import ExitHead, head_for
 from .exits import RULES, ArgmaxStability, ExitRule, make_rule
 from .kv_policy import POLICIES
+from .row_memory import PREEMPTIONS
 
 __all__ = ["CDBConfig", "rule_name", "saved_settings"]
 
@@ -46,7 +47,10 @@ class CDBConfig:
         max_prefill_tokens: positions of all prompts per launch of the loop at most, and as many between two of them in
             the prelude and in the coda, so that rows that decode wait little for long prompts; None is no limit.
         max_kv_memory: bytes that the keys and values of rows in flight hold at most (an integer), or a share of the
-            free memory (a float up to 1). Gaps that ended requests leave in the pool come on top.
+            free memory (a float up to 1). A row then holds what it has and a step ahead, and where that is short the
+            rows that came last are preempted.
+        preemption: how rows come back that were preempted: "offload", their keys and values wait in the memory of the
+            host; "recompute", their prompt and tokens run again, at the depths that they had.
         max_overtakes: prompts that may start before the first one in the line while that has to wait for room in
             `max_kv_memory`; 0: strictly in order.
         exit_depths: for `replay`, a depth per row and new token; the first of every row is R.
@@ -78,6 +82,7 @@ class CDBConfig:
     prefill_chunk_size: int | None = None
     max_prefill_tokens: int | None = None
     max_kv_memory: int | float | None = None
+    preemption: str = "offload"
     max_overtakes: int = 0
     exit_depths: Any = None
     seeds: Sequence[int] | None = None
@@ -117,6 +122,16 @@ class CDBConfig:
             raise ValueError(
                 f"max_kv_memory={memory!r}: choose bytes (a positive integer) or a share of the free memory (a float "
                 "in (0, 1])."
+            )
+        if self.preemption not in PREEMPTIONS:
+            raise ValueError(
+                f"preemption={self.preemption!r} is unknown{_nearest(self.preemption, PREEMPTIONS)} Choose one of "
+                f"{', '.join(PREEMPTIONS)}."
+            )
+        if self.preemption != "offload" and memory is None:
+            raise ValueError(
+                f"preemption={self.preemption!r} without max_kv_memory: every row has its room from the start, and none "
+                "is ever preempted. Set max_kv_memory, or drop it."
             )
         if self.max_overtakes and memory is None:
             raise ValueError(

@@ -10,6 +10,7 @@ from .batch import Batch
 from .config import CDBConfig
 from .memory import kv_budget, whole_memory
 from .request import Request
+from .row_memory import RowMemory
 from .row_rules import RowRules
 from .row_states import RowStates
 from .scheduler import Launch, Scheduler
@@ -60,6 +61,7 @@ class Engine:
             coda=adapter.coda_parameter_count(),
             trace=Trace() if config.trace else None,
         )
+        self._memory = RowMemory(self.cache, self.scheduler, self.stats, config.preemption)
         budget = self.scheduler.budget
         self._most = whole_memory(adapter.device) if budget is None else budget  # bytes for one request
         self._requests: dict[int, Request] = {}
@@ -78,19 +80,21 @@ class Engine:
         request.min_depth = request.min_depth or self.config.min_depth
         request.rule = request.rule or self.rule
         self._rules.bind(request.rule)
+        most = self.check(request)
         self.scheduler.add(
             request.key,
             request.max_depth,
             min_depth=request.min_depth,
             prompt=request.prompt_length,
-            cost=self.check(request),
+            cost=self._memory.needed(request) if self._memory.bounded else most,
             priority=request.priority,
             deadline=request.deadline,
+            most=most,
         )
         self._requests[request.key] = request
 
     def check(self, request: Request) -> int:
-        """Bytes that the keys and values of a request take. May be called by any thread.
+        """Bytes that the keys and values of a request take at its end. May be called by any thread.
 
         Raises:
             ValueError: they could never fit into `max_kv_memory`, or into the memory of the device.
@@ -152,6 +156,8 @@ class Engine:
             return None
         queues = None if trace is None else self.scheduler.queues
         try:
+            if launch.preempted:
+                self._memory.preempt([self._requests[key] for key in launch.preempted])
             batch = self._batch(launch)
             flags = self._run_ahead(batch) if self.config.lookahead else self._run_and_read(batch)
         except BaseException as error:
@@ -163,7 +169,8 @@ class Engine:
             self.scheduler.commit(launch)
             raise
         self.stats.record(launch)
-        self.scheduler.commit(launch, flags)
+        grows = self._memory.bounded and launch.stage == "coda"
+        self.scheduler.commit(launch, flags, self._memory.costs(batch.rows) if grows else None)
         if trace is not None:
             spans = batch.spans
             trace.record(launch, queues, spans.tokens, int(spans.end.sum()), began, time.perf_counter())
@@ -193,30 +200,24 @@ class Engine:
             pass
 
     def _batch(self, launch: Launch) -> Batch:
-        return Batch(launch, self._requests, self.adapter.device)
+        return Batch(launch, self._requests, self.adapter.device, self._memory.again)
 
     def _prelude(self, batch: Batch) -> None:
         """New prompts and new tokens enter: embeddings, the layers before the loop, the start state."""
-        self._admit([batch.rows[index] for index in batch.prompts if batch.rows[index].status == "waiting"])
+        if self._memory.bounded:
+            self._memory.make_room(batch.rows)
+        elif batch.prompts:
+            self._memory.start([batch.rows[index] for index in batch.prompts if batch.rows[index].status == "waiting"])
         embeds, start = self._stages.prelude(batch)
         if self.adapter.reads_embeds:
             self._states.write("embeds", batch, embeds)
         self._states.write("state", batch, start)
-        if batch.decoding:
-            if batch.prompts:
-                embeds, start = embeds[batch.decoding_tokens], start[batch.decoding_tokens]
-            self._rules.begin([batch.rows[index] for index in batch.decoding], batch.places, embeds, start)
-
-    def _admit(self, rows: list[Request]) -> None:
-        """Room for the keys and values of requests that start."""
-        if not rows:
-            return
-        self.cache.reserve([row.capacity for row in rows])
-        for row in rows:
-            row.status = "running"
-            self.cache.allocate(row.key, row.capacity)
-        self.stats.kv_bytes = max(self.stats.kv_bytes, self.cache.core_bytes)
-        self.stats.kv_bytes_outer = max(self.stats.kv_bytes_outer, self.cache.outer_bytes)
+        if batch.deciding:
+            if len(batch.deciding) < len(batch):
+                tokens = batch.tensor(batch.spans.first[batch.deciding])
+                embeds, start = embeds[tokens], start[tokens]
+            places = batch.places_of(batch.deciding)
+            self._rules.begin([batch.rows[index] for index in batch.deciding], places, embeds, start)
 
     def _loop(self, batch: Batch) -> Signal:
         """Every row runs one loop more, each at its own depth; then the rule looks at the rows that decode."""
@@ -224,17 +225,21 @@ class Engine:
         embeds = self._states.read("embeds", batch) if self.adapter.reads_embeds else None
         state = self._stages.loop(batch, previous, embeds)
         self._states.write("state", batch, state)
-        return self._decide(batch, previous, state)
+        signal = self._decide(batch, previous, state)
+        if batch.again:
+            reached = [depth + self.config.lookahead for depth in batch.launch.depths]
+            signal.leaving = [index for index in batch.again if reached[index] >= batch.rows[index].depth_under_way]
+        return signal
 
     def _decide(self, batch: Batch, previous: torch.Tensor, state: torch.Tensor) -> Signal:
         """Which rows their rules let go. Prompts always run to full depth, and its last signal is never read."""
         depths = batch.launch.depths
-        deciding = [index for index in batch.decoding if depths[index] < batch.rows[index].max_depth]
+        deciding = [index for index in batch.deciding if depths[index] < batch.rows[index].max_depth]
         rows, places, spans = [batch.rows[index] for index in deciding], batch.places, batch.spans
         if all(row.rule.name == "never" for row in rows):
             return self._signals.send(batch.launch, [], [])
         if len(deciding) < len(batch):
-            places = batch.tensor([batch.launch.places[index] for index in deciding])
+            places = batch.places_of(deciding)
             depths = [depths[index] for index in deciding]
             tokens = batch.tensor(spans.first[deciding])
             if any(row.rule.reads_previous for row in rows):
@@ -257,6 +262,9 @@ class Engine:
         ends = batch.decoding
         if batch.prompts:
             ends = [index for index, row in enumerate(rows) if spans.end[index] == row.end]
+        again = [index for index in batch.again if index in ends]
+        if again:
+            ends = [index for index in ends if index not in batch.again]
         keep = None if len(ends) == spans.tokens else batch.tensor(spans.last[ends])
         logits = self._stages.coda(spans, self._states.read("state", batch), keep)
         self._choose(rows if len(ends) == len(rows) else [rows[index] for index in ends], logits)
@@ -268,12 +276,20 @@ class Engine:
                 row.exit_depths.append(depth)
             finished[index] = self._ends(row)
             if not finished[index]:
-                if len(row.tokens) > 1:
-                    self.cache.fill(row.key, row.start, depth)
-                else:
-                    row.release()
-                row.start, row.end = row.end, row.end + 1
+                self._pass_on(row, depth)
+        for index in again:
+            self._pass_on(rows[index], batch.launch.depths[index])
+            self._memory.pass_on(rows[index])
         return finished
+
+    def _pass_on(self, row: Request, depth: int) -> None:
+        """From a prompt or a token that left after loop `depth` to the next token."""
+        if row.in_prompt:
+            row.release()
+            row.in_prompt = False
+        else:
+            self.cache.fill(row.key, row.start, depth)
+        row.start, row.end = row.end, row.end + 1
 
     def _choose(self, rows: list[Request], logits: torch.Tensor) -> None:
         """Choose a token for every row; one whose processors raised has an error instead."""
@@ -303,6 +319,6 @@ class Engine:
     def _end(self, row: Request, status: str) -> None:
         row.status = status
         row.release()
-        self.cache.free(row.key)
+        self._memory.end(row)
         self._requests.pop(row.key, None)
         self._ended.append(row)

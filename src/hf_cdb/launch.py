@@ -16,6 +16,9 @@ class Launch:
         places: their places, each in `range(max_num_seqs)` and held for as long as the row is in flight.
         depths: for "loop" the loop that each row runs, from 1; else the loops it has run.
         pieces: for every row that is at its prompt, by key, the positions of it that it runs, `(start, end)`.
+        preempted: rows, by key, that gave up their places and their room before this launch, the last in the line
+            first.
+        growing: rows that stand still meanwhile, since there is no room for their next token.
     """
 
     stage: str
@@ -23,6 +26,8 @@ class Launch:
     places: tuple[int, ...]
     depths: tuple[int, ...]
     pieces: Mapping[int, tuple[int, int]]
+    preempted: tuple[int, ...] = ()
+    growing: int = 0
 
     def __len__(self) -> int:
         return len(self.keys)

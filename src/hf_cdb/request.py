@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .exits import ExitRule
+from .saved_kv import SavedKV
 
 __all__ = ["Request"]
 
@@ -28,6 +29,7 @@ class Request:
             as well, and at most that of the engine.
         priority, deadline: see `Scheduler.add`.
         tokens, exit_depths: what came out so far.
+        preemptions: how often it had to give up its place.
         status: "waiting", "running", "finished", "cancelled" or "failed".
         error: why it failed.
     """
@@ -52,12 +54,18 @@ class Request:
     logits: list[torch.Tensor] = field(default_factory=list)
     status: str = "waiting"
     error: BaseException | None = None
+    preemptions: int = 0
 
-    # What the engine carries from launch to launch: the positions under way, the prelude's output and the state.
+    # What the engine carries from launch to launch: whether the prompt is under way, or else which of the tokens (it is
+    # another one than the last while they run again); the positions; the prelude's output and the state; the keys and
+    # values while it is preempted.
+    in_prompt: bool = True
+    entering: int = -1
     start: int = 0
     end: int = 0
     embeds: torch.Tensor | None = None
     state: torch.Tensor | None = None
+    saved: SavedKV | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -69,8 +77,14 @@ class Request:
         return self.prompt_length + self.max_new_tokens - 1
 
     @property
-    def in_prompt(self) -> bool:
-        return not self.tokens
+    def length(self) -> int:
+        """Positions of its prompt and its tokens."""
+        return self.prompt_length + len(self.tokens)
+
+    @property
+    def depth_under_way(self) -> int:
+        """The depth that the token under way had before, while it runs again; that of the prompt for the prompt."""
+        return self.exit_depths[0 if self.in_prompt else self.entering + 1]
 
     @property
     def ended(self) -> bool:

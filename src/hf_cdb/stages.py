@@ -99,7 +99,7 @@ class Stages:
 def _inputs(batch: Batch, adapter: LoopAdapter) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Token ids `[1, tokens]` and None; or None and embeddings, where a prompt was given as such."""
     if not batch.prompts:
-        return batch.tensor([row.tokens[-1] for row in batch.rows])[None], None
+        return batch.tensor([row.tokens[row.entering] for row in batch.rows])[None], None
     prompts_of_embeds = any(batch.rows[index].prompt_embeds is not None for index in batch.prompts)
     embedding = adapter.model.get_input_embeddings() if prompts_of_embeds else None
     parts = []
@@ -107,7 +107,7 @@ def _inputs(batch: Batch, adapter: LoopAdapter) -> tuple[torch.Tensor | None, to
         if row.in_prompt and row.prompt_embeds is not None:
             parts.append(row.prompt_embeds[start:end].to(batch.device))
             continue
-        ids = row.prompt_ids[start:end].to(batch.device) if row.in_prompt else batch.tensor(row.tokens[-1:])
+        ids = row.prompt_ids[start:end].to(batch.device) if row.in_prompt else batch.tensor([row.tokens[row.entering]])
         parts.append(ids if embedding is None else embedding(ids))
     whole = torch.cat(parts)[None]
     return (whole, None) if embedding is None else (None, whole)

@@ -64,6 +64,9 @@ class CDBStats:
         once, per_loop: parameters that run once per token and per loop.
         coda: parameters of the layers after the loop and the head.
         asked: "launches" and "rows" of the coda that the exit rule asked for.
+        pressure: what a budget that was short cost: "preemptions"; "row_waits", launches that went by while a row stood
+            without room for its next token, summed over rows; "offloaded_bytes"; "recomputed_positions", which stand in
+            no other count but that of launches and rows.
         trace: with `CDBConfig(trace=True)` every launch: what ran, the queues, start and duration.
     """
 
@@ -73,6 +76,7 @@ class CDBStats:
     per_loop: int
     coda: int = 0
     asked: Counter = field(default_factory=Counter)
+    pressure: Counter = field(default_factory=Counter)
     launches: Counter = field(default_factory=Counter)
     rows: Counter = field(default_factory=Counter)
     widths: dict[str, Counter] = field(default_factory=dict)
@@ -86,6 +90,8 @@ class CDBStats:
         self.launches[launch.stage] += 1
         self.rows[launch.stage] += len(launch) - sum(start > 0 for start, _ in launch.pieces.values())
         self.widths.setdefault(launch.stage, Counter())[len(launch)] += 1
+        if launch.growing:
+            self.pressure["row_waits"] += launch.growing
 
     def save_trace(self, path: str | Path, format: str | None = None) -> None:
         """Write `trace` to a file, see `Trace.save`; `hf-cdb trace show` prints it.
@@ -151,6 +157,7 @@ class CDBStats:
             "depths": {depth: self.depths[depth] for depth in range(1, self.full_depth + 1)},
             "launches": dict(self.launches),
             "asked": dict(self.asked),
+            "pressure": dict(self.pressure),
             "row_loops": self.rows["loop"],
             "widths": {stage: dict(sorted(widths.items())) for stage, widths in self.widths.items()},
             "occupancy": self.occupancy,
