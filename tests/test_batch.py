@@ -13,7 +13,7 @@ def batch_of(rows, chunk=None):
     """A launch of rows (place, prompt length, tokens so far, piece of the prompt)."""
     requests, pieces = {}, {}
     for key, (_, prompt, tokens, piece) in enumerate(rows):
-        request = Request(key, 9, None, prompt_ids=torch.arange(prompt), tokens=[7] * tokens)
+        request = Request(key, 9, None, prompt_ids=torch.arange(prompt), tokens=[7] * tokens, in_prompt=not tokens)
         request.start, request.end = (prompt + tokens - 1, prompt + tokens) if tokens else (0, 0)
         requests[key] = request
         if not tokens:

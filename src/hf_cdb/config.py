@@ -130,8 +130,8 @@ class CDBConfig:
             )
         if self.preemption != "offload" and memory is None:
             raise ValueError(
-                f"preemption={self.preemption!r} without max_kv_memory: every row has its room from the start, and none "
-                "is ever preempted. Set max_kv_memory, or drop it."
+                f"preemption={self.preemption!r} without max_kv_memory: every row has its room from the start, and "
+                "none is ever preempted. Set max_kv_memory, or drop it."
             )
         if self.max_overtakes and memory is None:
             raise ValueError(
