@@ -69,7 +69,9 @@ def assert_equal(got, expected, tolerance=1e-4):
 
 def assert_empty(engine):
     """No request holds anything, in the pool, on the host or in a line."""
-    assert not engine.cache._segments and not engine._memory.again and not engine._requests
+    assert not engine.cache._segments
+    assert not engine._memory.again
+    assert not engine._requests
     assert len(engine.scheduler) == engine.scheduler._room.spent == 0
     assert not engine.scheduler._room.growing
     assert len(engine.scheduler._free_places) == engine.config.max_num_seqs
@@ -145,9 +147,13 @@ def test_counts_of_what_the_requests_did_are_those_without_pressure(preemption):
     pressure = tight.stats.pressure
     again = tight.stats.rows["loop"] - free.stats.rows["loop"]
     if preemption == "offload":
-        assert again == 0 and pressure["offloaded_bytes"] > 0 and not pressure["recomputed_positions"]
+        assert again == 0
+        assert pressure["offloaded_bytes"] > 0
+        assert not pressure["recomputed_positions"]
     else:
-        assert again > 0 and pressure["recomputed_positions"] > 0 and not pressure["offloaded_bytes"]
+        assert again > 0
+        assert pressure["recomputed_positions"] > 0
+        assert not pressure["offloaded_bytes"]
     assert tight.stats.to_dict()["pressure"] == dict(pressure)
 
 
@@ -243,7 +249,8 @@ def test_a_cancel_while_preempted_gives_everything_back(preemption):
             cancelled = (again or out)[0]
             engine.cancel(cancelled.key)
             assert cancelled.saved is None
-    assert cancelled is not None and cancelled.status == "cancelled"
+    assert cancelled is not None
+    assert cancelled.status == "cancelled"
     assert_empty(engine)
     others = [key for key in range(len(NEW)) if requests[key] is not cancelled]
     assert_equal([requests[key] for key in others], [expected[key] for key in others])
@@ -289,7 +296,8 @@ def test_processors_that_raise_fail_their_row_alone_under_pressure():
     for request in requests:
         request.stop = stop
     engine.run()
-    assert isinstance(requests[1].error, ZeroDivisionError) and requests[1].status == "failed"
+    assert isinstance(requests[1].error, ZeroDivisionError)
+    assert requests[1].status == "failed"
     assert requests[1].tokens == expected[1].tokens[:9]
     others = [key for key in range(len(NEW)) if key != 1]
     assert_equal([requests[key] for key in others], [expected[key] for key in others])
@@ -347,6 +355,7 @@ def test_a_manager_streams_every_token_once_under_pressure(preemption):
         for name, whole in zip(names, expected, strict=True):
             outputs = list(manager.request_id_iter(name))
             lengths = [len(output.generated_tokens) for output in outputs]
-            assert lengths == sorted(lengths) and told(outputs[-1]) == whole
+            assert lengths == sorted(lengths)
+            assert told(outputs[-1]) == whole
         assert manager._engine.stats.pressure["preemptions"] > 0
     assert_clean(manager)

@@ -113,7 +113,9 @@ def test_all_finish_within_the_budget_and_the_first_is_never_preempted(first):
         assert sorted(one.finished) == list(range(len(one.lengths)))
         assert all(one.done[key] == tokens for key, (_, tokens) in enumerate(one.lengths))
         room = one.scheduler._room
-        assert room.spent == 0 and not room.growing and len(one.scheduler) == one.scheduler.in_flight == 0
+        assert room.spent == 0
+        assert not room.growing
+        assert len(one.scheduler) == one.scheduler.in_flight == 0
         assert sorted(one.scheduler._free_places) == list(range(one.scheduler.max_num_seqs))
         preempted += sum(one.preemptions.values())
     assert preempted > 50, "the loads are too light to test anything"
@@ -131,7 +133,8 @@ def test_cancels_at_any_time_leave_nothing_behind(seed):
         if not one.step():
             break
     assert sorted(one.finished) == list(range(len(one.lengths)))
-    assert one.scheduler._room.spent == 0 and not one.scheduler._room.growing
+    assert one.scheduler._room.spent == 0
+    assert not one.scheduler._room.growing
 
 
 def run(scheduler, costs, tokens, launches=200):
@@ -173,7 +176,8 @@ def test_the_last_row_waits_and_is_not_preempted_for_itself():
     seen = run(scheduler, lambda key, done: {0: 3, 1: 2 + (done > 0), 2: 1}[key], {0: 2, 1: 2, 2: 1})
     assert not any(preempted for _, _, preempted, _ in seen)
     waited = [keys for _, keys, _, growing in seen if growing]
-    assert waited and all(keys == (0,) for keys in waited)
+    assert waited
+    assert all(keys == (0,) for keys in waited)
     assert scheduler._room.spent == 0
 
 
