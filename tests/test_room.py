@@ -191,17 +191,31 @@ def test_nobody_starts_in_the_launch_that_preempts():
     assert seen[at][1:3] == ((0, 1), (2,))
 
 
+@pytest.mark.parametrize(("most", "admitted"), [(200, (0,)), (160, (0, 1)), (163, (0, 1))])
+def test_a_sixteenth_is_kept_for_rows_that_may_grow(most, admitted):
+    """Of 200, 160 are held: 40 are left, and 10 of them, or what row 0 may still need, are kept."""
+    scheduler = Scheduler(4, budget=200)
+    scheduler.add(0, 1, cost=160, most=most)
+    scheduler.add(1, 1, cost=35)
+    assert scheduler.next().keys == admitted
+
+
 def test_what_could_never_end_is_refused_though_it_could_start():
     scheduler = Scheduler(2, budget=9)
     with pytest.raises(ValueError, match="cost=10 of request 0 exceeds the whole budget of 9: it could never end"):
         scheduler.add(0, 1, cost=3, most=10)
     scheduler.add(1, 1, cost=3, most=9)
-    assert scheduler.next().keys == (1,)
+    launch = scheduler.next()
+    assert launch.keys == (1,)
+    scheduler.commit(launch)
+    scheduler.commit(scheduler.next())
+    with pytest.raises(ValueError, match="cost=10 of request 1 exceeds most=9"):
+        scheduler.commit(scheduler.next(), [False], [10])
 
 
 def test_rows_without_a_budget_never_stand_still():
     scheduler = Scheduler(3)
     for key in range(3):
-        scheduler.add(key, 1, cost=1)
+        scheduler.add(key, 1, cost=1, most=10**10)
     seen = run(scheduler, lambda key, done: 10**9 * done + 1, dict.fromkeys(range(3), 3))
     assert not any(preempted or growing for *_, preempted, growing in seen)

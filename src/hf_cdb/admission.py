@@ -18,6 +18,7 @@ class Row:
     cost: int
     priority: int
     deadline: float
+    most: int  # that the cost may grow to
     rank: tuple = ()  # in the line; the smallest is admitted first
     overtakings: int = 0  # requests admitted past it while it was first and found no room
     place: int = -1

@@ -16,17 +16,21 @@ class Room:
     all that it holds, once it is at a token boundary itself; the others wait so long. The last one itself just waits.
     So nothing is ever taken from the first one, which therefore finishes, and every row becomes the first one.
 
+    Who is admitted leaves a sixteenth of what rows hold that may still grow: else one that was preempted would be back
+    just to be preempted by the next row that grows.
+
     Args:
         budget: sum of the costs at most; None is no limit.
 
     Attributes:
         spent: sum of the costs.
+        ahead: kept free for the rows in flight when others are admitted.
         growing: the rows that wait, by key.
     """
 
     def __init__(self, budget: int | None):
         self.budget = budget
-        self.spent = 0
+        self.spent = self.ahead = 0
         self.growing: dict[int, Row] = {}
 
     @property
@@ -36,21 +40,29 @@ class Room:
 
     def enter(self, row: Row) -> None:
         """A row is in flight from now on."""
-        self.spent += row.cost
+        self._count(row, 1)
 
     def leave(self, row: Row) -> None:
         """A row is in flight no more."""
         self.growing.pop(row.key, None)
-        self.spent -= row.cost
+        self._count(row, -1)
 
     def claim(self, row: Row, cost: int) -> bool:
-        """A row at its token boundary will hold this cost; whether it has to wait for that."""
+        """A row at its token boundary will hold this cost; whether it has to wait for that.
+
+        Raises:
+            ValueError: more than it said that it may hold, for which there might never be room.
+        """
+        if cost > row.most:
+            raise ValueError(
+                f"cost={cost} of request {row.key} exceeds most={row.most}. Add it with all that it may need."
+            )
         if cost > row.cost:
             row.wanted = cost
             self.growing[row.key] = row
             return True
-        self.spent -= row.cost - cost
-        row.cost = cost
+        if cost < row.cost:
+            self._set(row, cost)
         return False
 
     def settle(self, entering: Mapping[int, Row], busy: Iterable[Row]) -> tuple[list[Row], list[Row]]:
@@ -77,7 +89,15 @@ class Room:
                 break  # preempted, and so are all behind it
             if row.wanted - row.cost > self.left:
                 break
-            self.spent += row.wanted - row.cost
-            row.cost = row.wanted
+            self._set(row, row.wanted)
             grown.append(self.growing.pop(row.key))
         return grown, preempted
+
+    def _set(self, row: Row, cost: int) -> None:
+        self._count(row, -1)
+        row.cost = cost
+        self._count(row, 1)
+
+    def _count(self, row: Row, sign: int) -> None:
+        self.spent += sign * row.cost
+        self.ahead += sign * min(row.most - row.cost, row.cost // 16)

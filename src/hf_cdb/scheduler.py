@@ -135,7 +135,7 @@ class Scheduler:
             )
         if deadline is not None and math.isnan(deadline):
             raise ValueError(f"deadline={deadline} of request {key} is no time. Give seconds of your clock, or None.")
-        row = Row(key, min_depth, max_depth, prompt, cost, priority, math.inf if deadline is None else deadline)
+        row = Row(key, min_depth, max_depth, prompt, cost, priority, math.inf if deadline is None else deadline, most)
         self._unfinished[key] = row
         self._waiting.add(row)
         if deadline is not None:
@@ -258,7 +258,7 @@ class Scheduler:
         if not self.refill and self.in_flight:
             return
         while self._free_places:
-            row = self._waiting.take(self._room.left)
+            row = self._waiting.take(self._room.left - self._room.ahead)
             if row is None:
                 return
             row.place = self._free_places.pop()
