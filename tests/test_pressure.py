@@ -18,8 +18,8 @@ from .requests import alone, assert_clean, last, told
 from .test_engine import THRESHOLDS, model_of
 from .tiny import assert_close, prompts
 
-LENGTHS = (13, 1, 20, 5, 2, 12, 9)
-NEW = (9, 14, 3, 8, 12, 1, 7)
+LENGTHS = (5, 1, 8, 3, 2, 6, 4)
+NEW = (16, 14, 9, 12, 12, 1, 17)
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +116,7 @@ def test_rows_under_pressure_equal_the_oracle(case, monkeypatch):
         case["exit_depths"] = depths.tolist()
     engine, requests = run(model, 0.3, **case)
     assert engine.stats.pressure["preemptions"] == sum(request.preemptions for request in requests)
-    if case["max_num_seqs"] == 64:
+    if case["max_num_seqs"] == 64 and case["refill"]:
         assert engine.stats.pressure["preemptions"] > 0
     assert engine.stats.kv_bytes + engine.stats.kv_bytes_outer <= engine.scheduler.budget
     assert engine.cache.reserved_bytes <= engine.scheduler.budget

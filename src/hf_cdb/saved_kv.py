@@ -32,9 +32,9 @@ class SavedKV:
         return self.core.nbytes + self.outer.nbytes
 
     def to_host(self) -> "SavedKV":
-        """A copy in the memory of the host; from CUDA into pinned memory, without waiting: what is given to the device
-        later comes after it in any case."""
-        return SavedKV(_to_host(self.core), _to_host(self.outer), self.written.copy())
+        """The same in the memory of the host; from CUDA into pinned memory, without waiting: what is given to the
+        device later comes after it in any case."""
+        return SavedKV(_to_host(self.core), _to_host(self.outer), self.written)
 
     def filled(self) -> "SavedKV":
         """The same with an entry in every slot: those that a position never wrote hold the last one that it wrote."""
@@ -49,5 +49,7 @@ class SavedKV:
 
 
 def _to_host(entries: torch.Tensor) -> torch.Tensor:
+    if entries.device.type == "cpu":
+        return entries
     host = torch.empty(entries.shape, dtype=entries.dtype, pin_memory=entries.is_cuda)
     return host.copy_(entries, non_blocking=True)
