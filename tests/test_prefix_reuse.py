@@ -101,6 +101,29 @@ def test_rows_equal_the_oracle_whatever_the_schedule(case):
         assert stats.reused_positions >= 4 * SHARED
 
 
+@pytest.mark.parametrize("preemption", ["offload", "recompute"])
+@pytest.mark.parametrize("name", ["ouro", "huginn"])
+def test_rows_that_are_preempted_lend_nothing_and_may_borrow(name, preemption, monkeypatch):
+    """Memory is so short that what is kept has to go, and rows that come back begin with what others computed."""
+    monkeypatch.setattr("hf_cdb.cache.STEP", 2)
+    model, rows, new = model_of(name), grid_prompts()[:5], 36
+    position = Engine(adapter_for(model), CDBConfig(**EARLY).resolve(adapter_for(model))).cache.bytes_per_position()
+    budget = 300 * position  # of about 640 that they need at the end
+    settings = {"max_kv_memory": budget, "preemption": preemption, "prefill_chunk_size": 50}
+    output = generate(model, rows, max_new_tokens=new, cdb=settings)
+    stats = output.stats
+    assert stats.pressure["preemptions"] > 0
+    assert stats.reused_positions > 0
+    assert stats.kv_bytes + stats.kv_bytes_outer <= budget
+    again = stats.pressure["recomputed_positions"]
+    assert stats.prompt_positions + stats.reused_positions == sum(map(len, rows)) + again
+    for index, row in enumerate(rows):
+        expected = reference_generate(model, row, new, **EARLY)
+        assert output.sequences[index, -new:].tolist() == expected.tokens, f"tokens of row {index}"
+        assert output.exit_depths[index].tolist() == expected.exit_depths, f"depths of row {index}"
+        assert_close(torch.stack([step[index] for step in output.logits]), expected.logits, 1e-6)
+
+
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("name", ["ouro", "huginn"])
 def test_lookahead_and_sampling(name, lookahead):

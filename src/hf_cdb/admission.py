@@ -18,7 +18,8 @@ class Row:
     cost: int
     priority: int
     deadline: float
-    rank: tuple = ()  # among those that wait; the smallest is admitted first
+    most: int  # that the cost may grow to
+    rank: tuple = ()  # in the line; the smallest is admitted first
     overtakings: int = 0  # requests admitted past it while it was first and found no room
     place: int = -1
     depth: int = 0
@@ -27,6 +28,7 @@ class Row:
     leaving: bool = False  # with lookahead: a signal said so, and the next loop is the last
     waited: int = 0  # launches of the core that went by while the row waited for the coda
     first: int = 0  # position at which its prompt begins to run; the entries before it are copied
+    wanted: int = 0  # its cost with its next token, while it waits for room
 
 
 class WaitingRows:
@@ -56,6 +58,11 @@ class WaitingRows:
         round_ = self._came // self.ageing
         row.rank = (round_ - row.priority, -row.priority, row.deadline, self._came)
         self._came += 1
+        self._too_little = -1
+        insort(self._rows, row, key=lambda other: other.rank)
+
+    def put_back(self, row: Row) -> None:
+        """Let one that was admitted wait again, where it stood in the line."""
         self._too_little = -1
         insort(self._rows, row, key=lambda other: other.rank)
 

@@ -1,6 +1,6 @@
 """The rows of a launch and their positions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy
@@ -21,15 +21,17 @@ class Batch:
         launch: of the scheduler.
         requests: all that are in flight, by key.
         device: of the tensors.
+        some_again: whether there may be requests that run again what they had, token by token.
 
     Attributes:
         rows: the requests of the launch, in its order.
         prompts, decoding: which of them are at their prompt, and which are not.
         ragged: of the prompts in a launch of the loop, those whose positions leave it one by one.
+        again, deciding: of those that decode, the ones whose tokens run again, and the others.
         spans: the positions.
     """
 
-    def __init__(self, launch: Launch, requests: Mapping[int, Request], device: torch.device):
+    def __init__(self, launch: Launch, requests: Mapping[int, Request], device: torch.device, some_again: bool = False):
         self.launch, self.device = launch, device
         self.rows = [requests[key] for key in launch.keys]
         self.prompts, self.ragged = [], []
@@ -37,6 +39,10 @@ class Batch:
         if launch.pieces:
             self.prompts = [index for index, key in enumerate(launch.keys) if key in launch.pieces]
             self.decoding = [index for index, key in enumerate(launch.keys) if key not in launch.pieces]
+        self.again, self.deciding = [], self.decoding
+        if some_again:
+            self.again = [index for index in self.decoding if self.rows[index].again]
+            self.deciding = [index for index in self.decoding if not self.rows[index].again]
         for index in self.prompts:
             self.rows[index].end = self.rows[index].prefill_length
         start = numpy.array([row.start for row in self.rows], dtype=numpy.int64)
@@ -76,6 +82,12 @@ class Batch:
         """int64 `[decoding rows]`."""
         places = self.launch.places
         return self.tensor(places if not self.prompts else [places[index] for index in self.decoding])
+
+    def places_of(self, indices: Sequence[int]) -> torch.Tensor:
+        """int64 `[indices]`, the places of these rows."""
+        if len(indices) == len(self.decoding) and not self.prompts:
+            return self.places
+        return self.tensor([self.launch.places[index] for index in indices])
 
     @cached_property
     def decoding_tokens(self) -> torch.Tensor:

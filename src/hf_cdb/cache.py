@@ -15,16 +15,20 @@ from .kv_policy import KVPolicy
 from .places import SHORT_BYTES, Pack, Places, Segment
 from .pool import Pool
 from .precision import attention_dtype
+from .saved_kv import SavedKV
 from .spans import Spans
 
 __all__ = ["DepthCache"]
+
+STEP = 32  # positions by which a request's share grows at least
 
 
 class DepthCache(Cache):
     """Keys and values of all requests in flight, addressed by the launch that is bound.
 
     The layers of a model call `update` as they would on any cache; where the entries go and what the queries read
-    comes from `bind`. Every request holds one stretch of a pool, sized to its own prompt and new tokens.
+    comes from `bind`. Every request holds one stretch of a pool, sized to its own prompt and new tokens; or, where
+    memory is bounded, to what it has so far and a step ahead (`need`, `make_room`).
 
     Args:
         adapter: gives sizes, dtype and device.
@@ -37,14 +41,16 @@ class DepthCache(Cache):
         self.adapter, self.policy, self.flash = adapter, policy, flash
         self._heads = 2 * adapter.kv_heads  # of keys and of values
         self._segments: dict[int, Segment] = {}
+        self._most: int | None = None  # positions that the pools grow to
         self.release()
 
     def release(self) -> None:
         """Give all memory back, when no request holds any."""
         adapter = self.adapter
         like = (self._heads * adapter.head_dim, adapter.dtype, adapter.device)
-        outer_layers = adapter.prelude_layers + adapter.coda_layers
-        self._pools = {"core": Pool(adapter.core_layers, *like), "outer": Pool(outer_layers, *like)}
+        layers = {"core": adapter.core_layers, "outer": adapter.prelude_layers + adapter.coda_layers}
+        self._pools = {kind: Pool(count, *like) for kind, count in layers.items()}
+        self._bound_pools()
         self._places: dict[str, Places] = {}
         self.bound: Spans | None = None
         self._written = numpy.empty(0, dtype=numpy.int16)  # see `Places`
@@ -52,6 +58,15 @@ class DepthCache(Cache):
         self._copy: torch.Tensor | None = None
         # On a CPU attention computes in float32; see there.
         self._widened: torch.Tensor | None = None
+
+    def bound_memory(self, nbytes: int) -> None:
+        """Let the pools grow to `nbytes` in all, as long as what requests hold at once stays within that."""
+        self._most = nbytes // self.bytes_per_position()
+        self._bound_pools()
+
+    def _bound_pools(self) -> None:
+        for kind, pool in self._pools.items():
+            pool.most = None if self._most is None else self._rows(kind, self._most)
 
     def bytes_per_position(self) -> int:
         """Bytes that one position of one request takes, all layers and slots together."""
@@ -92,7 +107,7 @@ class DepthCache(Cache):
     def allocate(self, key: int, capacity: int) -> None:
         """Give request `key` room for `capacity` positions."""
         capacity = self.positions(capacity)
-        core, outer = (pool.allocate(self._rows(kind, capacity)) for kind, pool in self._pools.items())
+        core, outer = (self._take(kind, self._rows(kind, capacity)) for kind in self._pools)
         short = capacity * self._heads * self.adapter.head_dim * self.adapter.dtype.itemsize <= SHORT_BYTES
         short = short or self.flash is not None or self.adapter.device.type != "cpu"
         self._segments[key] = Segment(capacity, core, outer, short)
@@ -100,6 +115,68 @@ class DepthCache(Cache):
         if missing > 0:
             self._written = numpy.concatenate((self._written, numpy.empty(missing, dtype=numpy.int16)))
         self._written[core : core + capacity] = self.policy.slots - 1
+
+    def need(self, key: int, positions: int, most: int) -> int:
+        """Bytes that request `key` holds after `make_room` with the same arguments."""
+        return self._positions_held(key, positions, most) * self.bytes_per_position()
+
+    def make_room(self, key: int, positions: int, most: int) -> bool:
+        """Let request `key` hold room for `positions` positions at least, and for a step ahead where it gets more than
+        it had: an eighth, so that copying is rare however long it becomes.
+
+        Args:
+            most: positions that it can ever use.
+
+        Returns:
+            Whether it had less.
+        """
+        segment = self._segments.get(key)
+        if segment is not None and positions <= segment.capacity:
+            return False
+        if segment is None:
+            self.allocate(key, self._positions_held(key, positions, most))
+        else:
+            saved = self.save(key, segment.capacity)
+            self.free(key)
+            self.allocate(key, self._positions_held(key, positions, most))
+            self.restore(key, saved)
+        return True
+
+    def _positions_held(self, key: int, positions: int, most: int) -> int:
+        segment = self._segments.get(key)
+        if segment is not None and positions <= segment.capacity:
+            return segment.capacity
+        return self.positions(min(most, positions + max(STEP, positions // 8)))
+
+    def save(self, key: int, positions: int) -> SavedKV:
+        """A copy of what request `key` has at its first `positions` positions."""
+        segment = self._segments[key]
+        core, outer = (self._entries(kind, segment)[:, :, :positions].clone() for kind in self._pools)
+        return SavedKV(core, outer, self._written[segment.core : segment.core + positions].copy())
+
+    def restore(self, key: int, saved: SavedKV) -> None:
+        """Put a copy back, into room for as many positions or more."""
+        segment = self._segments[key]
+        if not segment.short:
+            saved = saved.filled()
+        for kind, entries in (("core", saved.core), ("outer", saved.outer)):
+            self._entries(kind, segment)[:, :, : saved.positions].copy_(entries, non_blocking=True)
+        self._written[segment.core : segment.core + saved.positions] = saved.written
+
+    def _take(self, kind: str, rows: int) -> int:
+        pool = self._pools[kind]
+        if not pool.has_room(rows):
+            self._close_gaps(kind)
+        return pool.allocate(rows)
+
+    def _close_gaps(self, kind: str) -> None:
+        segments = sorted(self._segments.values(), key=lambda segment: getattr(segment, kind))
+        held = [(getattr(segment, kind), self._rows(kind, segment.capacity)) for segment in segments]
+        for segment, first in zip(segments, self._pools[kind].close_gaps(held), strict=True):
+            if kind == "core":
+                before = slice(segment.core, segment.core + segment.capacity)
+                self._written[first : first + segment.capacity] = self._written[before].copy()
+            setattr(segment, kind, first)
 
     def free(self, key: int) -> None:
         """Take back what request `key` holds; nothing happens where it holds nothing."""

@@ -16,6 +16,7 @@ from .calibrated import SETTINGS, calibrated_threshold
 from .exit_heads import ExitHead, head_for
 from .exits import RULES, ArgmaxStability, ExitRule, make_rule
 from .kv_policy import POLICIES
+from .room import PREEMPTIONS
 
 __all__ = ["CDBConfig", "is_integer", "rule_name", "saved_settings"]
 
@@ -49,7 +50,10 @@ class CDBConfig:
             to full depth. Not exact but a choice for speed, and only with `last_exited`. Rules that need logits run the
             coda for every position and loop.
         max_kv_memory: bytes that the keys and values of rows in flight hold at most (an integer), or a share of the
-            free memory (a float up to 1). Gaps that ended requests leave in the pool come on top.
+            free memory (a float up to 1). A row then holds what it has and a step ahead, and where that is short the
+            rows that came last are preempted.
+        preemption: how rows come back that were preempted: "offload", their keys and values wait in the memory of the
+            host; "recompute", their prompt and tokens run again, at the depths that they had.
         max_overtakes: prompts that may start before the first one in the line while that has to wait for room in
             `max_kv_memory`; 0: strictly in order.
         prefix_reuse: compute what prompts share at their beginning once, and copy it: True, False, or "auto": where
@@ -84,6 +88,7 @@ class CDBConfig:
     max_prefill_tokens: int | None = None
     prefill_exit: bool = False
     max_kv_memory: int | float | None = None
+    preemption: str = "offload"
     max_overtakes: int = 0
     prefix_reuse: bool | str = "auto"
     exit_depths: Any = None
@@ -125,6 +130,16 @@ class CDBConfig:
             raise ValueError(
                 f"max_kv_memory={memory!r}: choose bytes (a positive integer) or a share of the free memory (a float "
                 "in (0, 1])."
+            )
+        if self.preemption not in PREEMPTIONS:
+            raise ValueError(
+                f"preemption={self.preemption!r} is unknown{_nearest(self.preemption, PREEMPTIONS)} Choose one of "
+                f"{', '.join(PREEMPTIONS)}."
+            )
+        if self.preemption != "offload" and memory is None:
+            raise ValueError(
+                f"preemption={self.preemption!r} without max_kv_memory: every row has its room from the start, and "
+                "none is ever preempted. Set max_kv_memory, or drop it."
             )
         if self.max_overtakes and memory is None:
             raise ValueError(

@@ -13,6 +13,7 @@ from .memory import kv_budget, whole_memory
 from .prefill_exits import PrefillExits
 from .prefix_reuse import KEPT_SHARE, PrefixReuse
 from .request import Request
+from .row_memory import RowMemory
 from .row_rules import RowRules
 from .row_states import RowStates
 from .scheduler import Launch, Scheduler
@@ -68,6 +69,7 @@ class Engine:
             coda=adapter.coda_parameter_count(),
             trace=Trace() if config.trace else None,
         )
+        self._memory = RowMemory(self.cache, self.scheduler, self.stats, config)
         self._most = whole_memory(adapter.device) if budget is None else budget  # bytes for one request
         self._requests: dict[int, Request] = {}
         self._ended: list[Request] = []
@@ -94,21 +96,23 @@ class Engine:
         if request.prefill_exit is None:
             request.prefill_exit = self.config.prefill_exit
         self._rules.bind(request.rule)
+        most = self.check(request)
         self.scheduler.add(
             request.key,
             request.max_depth,
             min_depth=request.min_depth,
             prompt=request.prefill_length,
-            cost=self.check(request),
+            cost=self._memory.needed(request) if self._memory.bounded else most,
             priority=request.priority,
             deadline=request.deadline,
+            most=most,
         )
         if self._reuse is not None:
             self._reuse.add(request)
         self._requests[request.key] = request
 
     def check(self, request: Request) -> int:
-        """Bytes that the keys and values of a request take. May be called by any thread.
+        """Bytes that the keys and values of a request take at its end. May be called by any thread.
 
         Raises:
             ValueError: they could never fit into `max_kv_memory`, or into the memory of the device.
@@ -190,6 +194,8 @@ class Engine:
             return None
         queues = None if trace is None else self.scheduler.queues
         try:
+            if launch.preempted:
+                self._memory.preempt([self._requests[key] for key in launch.preempted])
             if self._reuse is not None and self._reuse.pending:
                 self._copy_prefixes(self._reuse)
             batch = self._batch(launch)
@@ -205,7 +211,8 @@ class Engine:
             self.scheduler.commit(launch)
             raise
         self.stats.record(launch)
-        self.scheduler.commit(launch, flags)
+        grows = self._memory.bounded and launch.stage == "coda"
+        self.scheduler.commit(launch, flags, self._memory.costs(batch.rows) if grows else None)
         if trace is not None:
             spans = batch.spans
             trace.record(launch, queues, spans.tokens, int(spans.end.sum()), began, time.perf_counter())
@@ -235,11 +242,14 @@ class Engine:
             pass
 
     def _batch(self, launch: Launch) -> Batch:
-        return Batch(launch, self._requests, self.adapter.device)
+        return Batch(launch, self._requests, self.adapter.device, self._memory.one_by_one)
 
     def _prelude(self, batch: Batch) -> None:
         """New prompts and new tokens enter: embeddings, the layers before the loop, the start state."""
-        self._admit([batch.rows[index] for index in batch.prompts if batch.rows[index].status == "waiting"])
+        if self._memory.bounded:
+            self._enter(batch.rows)
+        elif batch.prompts:
+            self._enter([batch.rows[index] for index in batch.prompts])
         embeds, start = self._stages.prelude(batch)
         if batch.prompts:
             self._prefill_exits.begin(batch, embeds, start)
@@ -248,27 +258,22 @@ class Engine:
             if batch.prompts and start.data_ptr() == embeds.data_ptr():
                 start = start.clone()  # pieces of a prompt are written in place
         self._states.write("state", batch, start)
-        if batch.decoding:
-            if batch.prompts:
-                embeds, start = embeds[batch.decoding_tokens], start[batch.decoding_tokens]
-            self._rules.begin([batch.rows[index] for index in batch.decoding], batch.places, embeds, start)
+        if batch.deciding:
+            if len(batch.deciding) < len(batch):
+                tokens = batch.tensor(batch.spans.first[batch.deciding])
+                embeds, start = embeds[tokens], start[tokens]
+            places = batch.places_of(batch.deciding)
+            self._rules.begin([batch.rows[index] for index in batch.deciding], places, embeds, start)
 
-    def _admit(self, rows: list[Request]) -> None:
-        """Room for the keys and values of requests that start."""
-        if not rows:
-            return
-        self.cache.reserve([row.capacity for row in rows])
-        for row in rows:
-            row.status = "running"
-            self.cache.allocate(row.key, row.capacity)
+    def _enter(self, rows: list[Request]) -> None:
+        """Room for the keys and values of requests that enter the prelude, and how the prompts that begin leave."""
+        for row in self._memory.enter(rows):
             row.ragged = self._prefill_exits.plan(row)
-        self.stats.kv_bytes = max(self.stats.kv_bytes, self.cache.core_bytes)
-        self.stats.kv_bytes_outer = max(self.stats.kv_bytes_outer, self.cache.outer_bytes)
 
     def _copy_prefixes(self, reuse: PrefixReuse) -> None:
         """Rows whose prompts begin like others get what those have computed."""
         reuse.free()
-        self._admit(reuse.targets(self._requests))
+        self._enter(reuse.targets(self._requests))
         self.stats.reused_positions += reuse.copy()
 
     def _loop(self, batch: Batch) -> Signal:
@@ -281,17 +286,21 @@ class Engine:
         self._states.write("state", batch, state)
         if batch.ragged:
             self._prefill_exits.leave(batch, previous, state)
-        return self._decide(batch, previous, state)
+        signal = self._decide(batch, previous, state)
+        if batch.again:
+            reached = [depth + self.config.lookahead for depth in batch.launch.depths]
+            signal.leaving = [index for index in batch.again if reached[index] >= batch.rows[index].depth_under_way]
+        return signal
 
     def _decide(self, batch: Batch, previous: torch.Tensor, state: torch.Tensor) -> Signal:
         """Which rows their rules let go. Prompts always run to full depth, and its last signal is never read."""
         depths = batch.launch.depths
-        deciding = [index for index in batch.decoding if depths[index] < batch.rows[index].max_depth]
+        deciding = [index for index in batch.deciding if depths[index] < batch.rows[index].max_depth]
         rows, places, spans = [batch.rows[index] for index in deciding], batch.places, batch.spans
         if all(row.rule.name == "never" for row in rows):
             return self._signals.send(batch.launch, [], [])
         if len(deciding) < len(batch):
-            places = batch.tensor([batch.launch.places[index] for index in deciding])
+            places = batch.places_of(deciding)
             depths = [depths[index] for index in deciding]
             tokens = batch.tensor(spans.first[deciding])
             if any(row.rule.reads_previous for row in rows):
@@ -310,11 +319,12 @@ class Engine:
     def _coda(self, batch: Batch) -> list[bool]:
         """Rows that left: the layers after the loop, the head, the next token."""
         spans, rows = batch.spans, batch.rows
-        # Of a prompt in pieces only the last one gives a token, and of one that runs again none.
-        ends, resumed = batch.decoding, []
+        # Of a prompt in pieces only the last one gives a token, and of what runs again none.
+        ends, resumed = batch.deciding, []
         if batch.prompts:
             resumed = self._prompts_through(batch)
-            ends = [index for index, row in enumerate(rows) if spans.end[index] == row.end and index not in resumed]
+            without = {*resumed, *batch.again}
+            ends = [index for index, row in enumerate(rows) if spans.end[index] == row.end and index not in without]
         keep = None if len(ends) == spans.tokens else batch.tensor(spans.last[ends])
         logits = self._stages.coda(spans, self._states.read("state", batch), keep)
         self._choose(rows if len(ends) == len(rows) else [rows[index] for index in ends], logits)
@@ -332,9 +342,13 @@ class Engine:
             else:
                 row.release()
             row.advance()
+        for index in batch.again:
+            self.cache.fill(rows[index].key, rows[index].start, batch.launch.depths[index])
         for index in resumed:
             rows[index].release()
+        for index in (*resumed, *batch.again):
             rows[index].advance()
+            rows[index].again &= rows[index].start < rows[index].length - 1
         return finished
 
     def _prompts_through(self, batch: Batch) -> list[int]:
@@ -382,6 +396,6 @@ class Engine:
         row.release()
         if self._reuse is not None:
             self._reuse.end(row)
-        self.cache.free(row.key)
+        self._memory.end(row)
         self._requests.pop(row.key, None)
         self._ended.append(row)

@@ -17,6 +17,9 @@ class Launch:
         depths: for "loop" the loop that each row runs, from 1; else the loops it has run.
         pieces: for every row that is at its prompt, by key, the positions of it that it runs, `(start, end)`.
         continued: how many of these are of a prompt that has run earlier ones in this stage.
+        preempted: rows, by key, that gave up their places and their room before this launch, the last in the line
+            first.
+        growing: rows that stand still meanwhile, since there is no room for their next token.
     """
 
     stage: str
@@ -25,6 +28,8 @@ class Launch:
     depths: tuple[int, ...]
     pieces: Mapping[int, tuple[int, int]]
     continued: int = 0
+    preempted: tuple[int, ...] = ()
+    growing: int = 0
 
     def __len__(self) -> int:
         return len(self.keys)

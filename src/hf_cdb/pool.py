@@ -14,9 +14,11 @@ class Pool:
 
     Args:
         layers, width, dtype, device: of the tensor.
+        most: rows that it grows to; more only where segments need more. None is any number.
     """
 
-    def __init__(self, layers: int, width: int, dtype: torch.dtype, device: torch.device):
+    def __init__(self, layers: int, width: int, dtype: torch.dtype, device: torch.device, most: int | None = None):
+        self.most = most
         self.tensor = torch.empty(layers, 0, width, dtype=dtype, device=device)
         self._free: list[tuple[int, int]] = []  # (first row, rows), in order, never adjacent
 
@@ -42,10 +44,39 @@ class Pool:
                 self._free[index : index + 1] = [rest] if rest[1] else []
                 return first
         end = self.tensor.shape[1]
-        tail = self._free[-1][1] if self._free and sum(self._free[-1]) == end else 0
-        more = max(rows - tail, end // 4)
-        self._extend(more)
+        more = end // 4 if self.most is None else min(end // 4, self.most - end)
+        self._extend(max(rows - self._tail, more))
         return self.allocate(rows)
+
+    def has_room(self, rows: int) -> bool:
+        """Whether a segment of `rows` rows finds a gap, or the tensor may grow by it."""
+        if self.most is None or self.tensor.shape[1] - self._tail + rows <= self.most:
+            return True
+        return any(length >= rows for _, length in self._free)
+
+    def close_gaps(self, held: list[tuple[int, int]]) -> list[int]:
+        """Move segments together, so that all free rows follow them. One is copied at a time.
+
+        Args:
+            held: (first row, rows) of every segment, in order.
+
+        Returns:
+            Their first rows from now on.
+        """
+        firsts, end = [], 0
+        for first, rows in held:
+            if first > end:
+                self.tensor[:, end : end + rows] = self.tensor[:, first : first + rows].clone()
+            firsts.append(end)
+            end += rows
+        free = self.tensor.shape[1] - end
+        self._free = [(end, free)] if free else []
+        return firsts
+
+    @property
+    def _tail(self) -> int:
+        """Free rows at the end."""
+        return self._free[-1][1] if self._free and sum(self._free[-1]) == self.tensor.shape[1] else 0
 
     def reserve(self, rows: int) -> None:
         """Make room for `rows` more rows at once, so that a burst of segments grows the tensor once."""

@@ -32,6 +32,8 @@ class PrefillExits:
 
         The positions of tokens that it was added with leave where they did before, and those of its prompt with them.
         """
+        if row.again:
+            return None  # only prompts at full depth, then token by token
         leaves = row.prefill_exit and row.rule.name != "never" and row.prefill_length > 1
         if not (leaves or row.tokens):
             return None

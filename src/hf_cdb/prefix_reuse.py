@@ -64,7 +64,8 @@ class PrefixReuse:
 
     def end(self, request: Request) -> None:
         """A request ends; what is kept of it is left in the cache, under another key."""
-        kept = self.prefixes.end(request.key, through=bool(request.tokens))
+        # One that was preempted has tokens before its prompt is through again; `Scheduler` tells when it is.
+        kept = self.prefixes.end(request.key, through=bool(request.tokens) and not request.preemptions)
         self.free()
         if kept is not None:
             self._cache.keep_prefix(kept.source, kept.target, kept.positions)

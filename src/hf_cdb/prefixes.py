@@ -145,7 +145,7 @@ class Prefixes:
         if room is not None and self.kept_bytes > room:
             if prompt is not None:
                 self._touch(self._ready.longest(prompt)[1])
-            self._drop(room)
+            self.drop(room)
         if prompt is None or (prompt.follows is not None and prompt.follows.index is self._running):
             return 0 if prompt is None else None
         shared, source = self._ready.longest(prompt)
@@ -200,7 +200,7 @@ class Prefixes:
     def clear(self) -> None:
         """Nothing that has been computed so far may be copied any more."""
         self.copies = []
-        self._drop(0)
+        self.drop(0)
         for prompt in self._prompts.values():
             if prompt.index is not self._wanting:
                 self._move(prompt, self._wanting)
@@ -215,7 +215,7 @@ class Prefixes:
         kept = Prompt(f"prefix {self._made}", prompt.ids[: prompt.head + TOKEN * wanted], prompt.head)
         for shorter in [other for other in self._kept.values() if kept.ids.startswith(other.ids)]:
             self._let_go(shorter)
-        self._drop(self._most - nbytes)
+        self.drop(self._most - nbytes)
         self._ready.add(kept)
         self._kept[kept.key] = kept
         self.kept_bytes += nbytes
@@ -230,7 +230,7 @@ class Prefixes:
             self._wanting.remove(oldest)
             self._positions_remembered -= oldest.positions
 
-    def _drop(self, room: float) -> None:
+    def drop(self, room: float) -> None:
         """Drop what is kept until it takes `room` bytes at most, but nothing that a launch is about to copy."""
         if self.kept_bytes <= room:
             return

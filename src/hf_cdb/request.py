@@ -8,6 +8,7 @@ import torch
 
 from .exits import ExitRule
 from .ragged import RaggedPrompt
+from .saved_kv import SavedKV
 
 __all__ = ["Request"]
 
@@ -30,6 +31,7 @@ class Request:
         priority, deadline: see `Scheduler.add`.
         tokens, exit_depths: what came out so far. A request that is added with some goes on after them.
         prompt_depths: loops that each position of the prompt ran, where they left by the rule; else None.
+        preemptions: how often it had to give up its place.
         status: "waiting", "running", "finished", "cancelled" or "failed".
         error: why it failed.
     """
@@ -56,6 +58,7 @@ class Request:
     logits: list[torch.Tensor] = field(default_factory=list)
     status: str = "waiting"
     error: BaseException | None = None
+    preemptions: int = 0
 
     # What the engine carries from launch to launch: the positions under way, the prelude's output and the state.
     start: int = 0
@@ -63,6 +66,8 @@ class Request:
     embeds: torch.Tensor | None = None
     state: torch.Tensor | None = None
     ragged: RaggedPrompt | None = None  # where positions of the prompt leave the loop one by one
+    saved: SavedKV | None = None  # keys and values of one that was preempted
+    again: bool = False  # of one that was preempted: what it had runs again, token by token
 
     @property
     def prompt_length(self) -> int:
@@ -70,13 +75,29 @@ class Request:
 
     @property
     def prefill_length(self) -> int:
-        """Positions that run before the next token: the prompt, and the tokens but the last that it was added with."""
-        return self.prompt_length + max(0, len(self.tokens) - 1)
+        """Positions that run before the next token: the prompt, and but for the last the tokens of a request that was
+        added with some, or comes back with them."""
+        return self.prompt_length + (0 if self.again else max(0, len(self.tokens) - 1))
 
     @property
     def capacity(self) -> int:
         """Positions whose keys and values are ever read: the last token's are not."""
         return self.prompt_length + self.max_new_tokens - 1
+
+    @property
+    def length(self) -> int:
+        """Positions of its prompt and its tokens."""
+        return self.prompt_length + len(self.tokens)
+
+    @property
+    def token_under_way(self) -> int:
+        """Which of its tokens runs, when the prompt is through: the last one, or an earlier one `again`."""
+        return self.start - self.prompt_length
+
+    @property
+    def depth_under_way(self) -> int:
+        """The depth that this token had when it ran first."""
+        return self.exit_depths[self.token_under_way + 1]
 
     @property
     def ended(self) -> bool:

@@ -8,11 +8,14 @@ prompts loop beside rows that decode.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 
 from .admission import Deadlines, Row, WaitingRows
 from .launch import Launch
 from .prefill import Prefill
 from .prefixes import Prefixes
+from .room import Room
 
 __all__ = ["AGEING", "Launch", "Scheduler"]
 
@@ -33,7 +36,8 @@ class Scheduler:
             prelude can run, when no more rows than wait could still join, and after as many launches of the core as
             the oldest waiting row has loops at most. Without refill the cohort waits for all of its rows anyway.
         lookahead: 1: a signal takes effect one loop later.
-        budget: sum of the costs of the rows in flight at most; None is no limit.
+        budget: sum of the costs of the rows in flight at most; None is no limit. Costs may grow from token to token,
+            and where they find no room rows are preempted, see `Room`.
         prefill_chunk_size, max_prefill_tokens: positions of one prompt, and of all of them, in a launch; see `Prefill`.
         max_overtakes, ageing: who is admitted next; see `WaitingRows`.
         prefixes: tells where a prompt begins to run, and which rows wait with a place for another's prompt. Its copies
@@ -62,6 +66,7 @@ class Scheduler:
         self.min_coda_batch = min_coda_batch
         self.lookahead = lookahead
         self.budget = budget
+        self._room = Room(budget)
         self._prefill = Prefill(prefill_chunk_size, max_prefill_tokens)
         self._waiting = WaitingRows(ageing, max_overtakes)
         self._prefixes = prefixes
@@ -73,7 +78,6 @@ class Scheduler:
         self._free_places = list(range(max_num_seqs))[::-1]
         self._unfinished: dict[int, Row] = {}
         self._deadlines = Deadlines()
-        self._spent = 0
         self._launched: Launch | None = None
         self._unsignalled: Launch | None = None  # committed, its signals still to come
 
@@ -84,7 +88,9 @@ class Scheduler:
     @property
     def in_flight(self) -> int:
         """Rows that hold a place."""
-        return len(self._following) + len(self._entering) + len(self._looping) + len(self._left)
+        return (
+            len(self._following) + len(self._entering) + len(self._looping) + len(self._left) + len(self._room.growing)
+        )
 
     @property
     def waiting(self) -> int:
@@ -93,11 +99,11 @@ class Scheduler:
 
     @property
     def queues(self) -> dict[str, int]:
-        """How many requests wait for a place or another one's prompt, and how many rows are ready for the prelude, the
-        loop and the coda."""
+        """How many requests wait for a place or another one's prompt, and how many rows are ready for the prelude (or
+        stand before it, without room for their next token), the loop and the coda."""
         return {
             "waiting": len(self._waiting) + len(self._following),
-            "entering": len(self._entering),
+            "entering": len(self._entering) + len(self._room.growing),
             "looping": len(self._looping),
             "left": len(self._left),
         }
@@ -111,6 +117,7 @@ class Scheduler:
         cost: int = 0,
         priority: int = 0,
         deadline: float | None = None,
+        most: int | None = None,
     ) -> None:
         """Queue a request.
 
@@ -119,23 +126,26 @@ class Scheduler:
             max_depth: full depth of the row: of its prompt, and at most of every token.
             min_depth: loops that every token runs at least.
             prompt: its positions.
-            cost: counted against the budget while the row is in flight.
+            cost: counted against the budget while the row is in flight, see also `commit`.
             priority: higher ones are admitted first, within the bounds of `WaitingRows`.
             deadline: when the request should have ended, on a clock of the caller's. It orders requests of one priority
                 that came together, and `overdue` tells when it has passed.
+            most: what the cost may grow to; None is no more than it is.
 
         Raises:
-            ValueError: the key is in use, the cost alone exceeds the budget, or the deadline is not a number.
+            ValueError: the key is in use, what the cost may grow to exceeds the budget by itself, or the deadline is
+                not a number.
         """
         if key in self._unfinished:
             raise ValueError(f"key={key} names an unfinished request already. Use another key.")
-        if self.budget is not None and cost > self.budget:
+        most = cost if most is None else most
+        if self.budget is not None and most > self.budget:
             raise ValueError(
-                f"cost={cost} of request {key} exceeds the whole budget of {self.budget}: it could never start."
+                f"cost={most} of request {key} exceeds the whole budget of {self.budget}: it could never end."
             )
         if deadline is not None and math.isnan(deadline):
             raise ValueError(f"deadline={deadline} of request {key} is no time. Give seconds of your clock, or None.")
-        row = Row(key, min_depth, max_depth, prompt, cost, priority, math.inf if deadline is None else deadline)
+        row = Row(key, min_depth, max_depth, prompt, cost, priority, math.inf if deadline is None else deadline, most)
         self._unfinished[key] = row
         self._waiting.add(row)
         if deadline is not None:
@@ -150,9 +160,8 @@ class Scheduler:
             self._waiting.remove(row)
             self._forget(key)
             return
-        for rows in (self._following, self._entering, self._looping, self._left):
-            rows.pop(key, None)
-        self._release(row)
+        self._stop(row)
+        self._forget(key)
 
     def overdue(self, now: float) -> list[int]:
         """Unfinished requests whose deadline has come, the earliest first, each told once. They go on until `cancel`.
@@ -170,22 +179,42 @@ class Scheduler:
         """
         if self._launched is not None:
             raise RuntimeError("commit the launch before asking for the next one.")
+        preempted = self._make_room() if self._room.growing else ()
         if self._following:
             self._resume()
-        self._admit()
+        if not self._room.growing and not preempted:
+            self._admit()
         self._launched = self._choose()
         if self._launched is None and self.in_flight:
             self._prefill.renew()
             self._launched = self._choose()
+        if preempted or self._room.growing:
+            self._launched = replace(self._launched, preempted=preempted, growing=len(self._room.growing))
         return self._launched
 
-    def commit(self, launch: Launch, flags: Sequence[bool] | None = None) -> None:
+    def comes_back(self, key: int, cost: int, prompt: int = 0) -> None:
+        """How a request that was preempted runs on when it is its turn again. To be called before the next `next`;
+        else it goes on with its next token, at the cost that it had.
+
+        Args:
+            key: one of `preempted` of the launch that is running.
+            cost: counted from then on; not less than it was.
+            prompt: positions that it runs again, at full depth and as its prompt; 0: it goes on with its next token.
+        """
+        row = self._unfinished[key]
+        row.cost = cost
+        if prompt:
+            row.in_prompt, row.prompt = True, prompt
+
+    def commit(self, launch: Launch, flags: Sequence[bool] | None = None, costs: Sequence[int] | None = None) -> None:
         """Record that `launch` has run.
 
         Args:
             launch: what `next` returned.
             flags: by row; after a loop: the exit rule says "leave" (not read for prompts and at full depth); after a
                 coda: the request is finished. None is all False; after a loop with lookahead, `signal` may follow.
+            costs: after a coda, by row: its cost from its next token on; not read for prompts that have pieces left and
+                for requests that are finished. None: no cost changes.
 
         Raises:
             RuntimeError: another launch, or one that has been committed.
@@ -203,6 +232,8 @@ class Scheduler:
             row = ready.get(key)  # None: cancelled meanwhile
             if row is not None and _is_through(row, launch):
                 commit(row, flag)
+        if costs is not None:
+            self._claim(launch, costs)
         if launch.stage == "loop":
             for row in self._left.values():
                 row.waited += 1
@@ -239,21 +270,21 @@ class Scheduler:
         if not self.refill and self.in_flight:
             return
         while self._free_places:
-            room = math.inf if self.budget is None else self.budget - self._spent
+            room = self._room.left - self._room.ahead
             if self._prefixes is not None:
                 room -= self._prefixes.pinned
             row = self._waiting.take(room)
             if row is None:
                 return
             row.place = self._free_places.pop()
-            self._spent += row.cost
+            self._room.enter(row)
             self._start(row)
 
     def _start(self, row: Row) -> None:
-        """Let a row that has a place begin with its prompt, or wait for another one's."""
+        """Let a row that has a place begin with its prompt, or wait for another one's; or go on, if it is through."""
         first = 0
         if self._prefixes is not None:
-            first = self._prefixes.start(row.key, None if self.budget is None else self.budget - self._spent)
+            first = self._prefixes.start(row.key, self._room.left) if row.in_prompt else 0
         if first is None:
             self._following[row.key] = row
         else:
@@ -265,6 +296,28 @@ class Scheduler:
         following, self._following = self._following, {}
         for row in following.values():
             self._start(row)
+
+    def _claim(self, launch: Launch, costs: Sequence[int]) -> None:
+        for key, cost in zip(launch.keys, costs, strict=True):
+            row = self._entering.get(key)
+            if row is not None and self._room.claim(row, cost):
+                del self._entering[key]
+
+    def _make_room(self) -> tuple[int, ...]:
+        """Let rows grow; those that were preempted for it, by key."""
+        busy = chain(self._following.values(), self._looping.values(), self._left.values())
+        grown, preempted = self._room.settle(self._entering, busy)
+        for row in preempted:
+            self._entering.pop(row.key, None)
+            self._free_places.append(row.place)
+            row.place = -1
+            self._waiting.put_back(row)
+        self._entering.update((row.key, row) for row in grown)
+        if self._prefixes is not None:
+            for row in preempted:
+                self._prefixes.withdraw(row.key)
+            self._prefixes.drop(self._room.left)
+        return tuple([row.key for row in preempted])
 
     def _choose(self) -> Launch | None:
         """The next launch; None where only prompts could run that have used up what they may until the next loop."""
@@ -327,17 +380,20 @@ class Scheduler:
     def _chosen(self, row: Row, finished: bool) -> None:
         del self._left[row.key]
         if finished:
-            self._release(row)
+            self._stop(row)
+            self._forget(row.key)
             return
         if row.in_prompt and self._prefixes is not None:
             self._prefixes.through(row.key)
         row.depth, row.waited, row.in_prompt, row.leaving = 0, 0, False, False
         self._entering[row.key] = row
 
-    def _release(self, row: Row) -> None:
+    def _stop(self, row: Row) -> None:
+        """Take a row that is in flight out of wherever it is."""
+        for rows in (self._following, self._entering, self._looping, self._left):
+            rows.pop(row.key, None)
         self._free_places.append(row.place)
-        self._spent -= row.cost
-        self._forget(row.key)
+        self._room.leave(row)
 
     def _forget(self, key: int) -> None:
         del self._unfinished[key]

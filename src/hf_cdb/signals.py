@@ -19,7 +19,12 @@ class Signal:
         deciding: the rows of it, by index, that the rule was asked about. The others stay.
         said: bool `[deciding]`, on the host.
         event: has happened when `said` has arrived; None where it has.
+
+    Attributes:
+        leaving: rows of the launch, by index, that leave without being asked.
     """
+
+    leaving: Sequence[int] = ()
 
     def __init__(self, launch: Launch, deciding: Sequence[int], said: Sequence[bool] | torch.Tensor, event: Any = None):
         self.launch = launch
@@ -33,6 +38,8 @@ class Signal:
         flags = [False] * len(self.launch)
         for index, flag in zip(self._deciding, said, strict=True):
             flags[index] = flag
+        for index in self.leaving:
+            flags[index] = True
         return flags
 
 

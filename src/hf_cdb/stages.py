@@ -99,7 +99,10 @@ class Stages:
 def _inputs(batch: Batch, adapter: LoopAdapter) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Token ids `[1, tokens]` and None; or None and embeddings, where a prompt was given as such."""
     if not batch.prompts:
-        return batch.tensor([row.tokens[-1] for row in batch.rows])[None], None
+        ids = [row.tokens[-1] for row in batch.rows]
+        for index in batch.again:
+            ids[index] = batch.rows[index].tokens[batch.rows[index].token_under_way]
+        return batch.tensor(ids)[None], None
     prompts_of_embeds = any(batch.rows[index].prompt_embeds is not None for index in batch.prompts)
     embedding = adapter.model.get_input_embeddings() if prompts_of_embeds else None
     parts = []

@@ -61,12 +61,16 @@ class CDBStats:
         widths: by stage, how many launches had each width.
         depths: how many generated tokens left after each loop; prompts give one token at full depth.
         prompt_depths: likewise positions of prompts that are through.
-        prompt_positions: positions of prompts that ran, each counted once.
+        prompt_positions: positions that ran as prompts, each counted once; those of rows that come back, with their
+            tokens, once more.
         reused_positions: those that were copied from another prompt instead, see `CDBConfig.prefix_reuse`.
         kv_bytes: keys and values of the core at the fullest moment, `kv_bytes_outer` those of the layers around it.
         once, per_loop: parameters that run once per token and per loop.
         coda: parameters of the layers after the loop and the head.
         asked: "launches" and "rows" of the coda that the exit rule asked for, and "positions" of prompts.
+        pressure: what a budget that was short cost: "preemptions"; "row_waits", launches that went by while a row stood
+            without room for its next token, summed over rows; "offloaded_bytes"; "recomputed_positions" of rows that
+            had to run again, which stand in no other count but that of launches and rows.
         trace: with `CDBConfig(trace=True)` every launch: what ran, the queues, start and duration.
     """
 
@@ -76,6 +80,7 @@ class CDBStats:
     per_loop: int
     coda: int = 0
     asked: Counter = field(default_factory=Counter)
+    pressure: Counter = field(default_factory=Counter)
     launches: Counter = field(default_factory=Counter)
     rows: Counter = field(default_factory=Counter)
     widths: dict[str, Counter] = field(default_factory=dict)
@@ -94,6 +99,8 @@ class CDBStats:
         if launch.pieces and launch.stage == "prelude":
             self.prompt_positions += sum(end - start for start, end in launch.pieces.values())
         self.widths.setdefault(launch.stage, Counter())[len(launch)] += 1
+        if launch.growing:
+            self.pressure["row_waits"] += launch.growing
 
     def save_trace(self, path: str | Path, format: str | None = None) -> None:
         """Write `trace` to a file, see `Trace.save`; `hf-cdb trace show` prints it.
@@ -169,6 +176,7 @@ class CDBStats:
             "prompt_depths": {depth: self.prompt_depths[depth] for depth in range(1, self.full_depth + 1)},
             "launches": dict(self.launches),
             "asked": dict(self.asked),
+            "pressure": dict(self.pressure),
             "row_loops": self.rows["loop"],
             "widths": {stage: dict(sorted(widths.items())) for stage, widths in self.widths.items()},
             "occupancy": self.occupancy,

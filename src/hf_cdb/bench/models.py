@@ -18,6 +18,15 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 # Sizes of the random models. The parameters of their cores give them their names.
 RANDOM: dict[str, dict[str, Any]] = {
+    # Small enough to run hundreds of long requests together.
+    "random-ouro-400k": {
+        "vocab_size": 8192,
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 16384,
+    },
     "random-ouro-20m": {
         "vocab_size": 8192,
         "hidden_size": 512,
