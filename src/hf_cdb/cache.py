@@ -3,7 +3,7 @@
 Every request holds one stretch of a pool: for each core layer and position as many entries as the KV policy has slots.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy
 import torch
@@ -93,13 +93,15 @@ class DepthCache(Cache):
         """Give request `key` room for `capacity` positions."""
         capacity = self.positions(capacity)
         core, outer = (pool.allocate(self._rows(kind, capacity)) for kind, pool in self._pools.items())
-        short = capacity * self._heads * self.adapter.head_dim * self.adapter.dtype.itemsize <= SHORT_BYTES
-        short = short or self.flash is not None or self.adapter.device.type != "cpu"
-        self._segments[key] = Segment(capacity, core, outer, short)
+        self._segments[key] = Segment(capacity, core, outer, self._is_short(capacity))
         missing = self._pools["core"].tensor.shape[1] - len(self._written)
         if missing > 0:
             self._written = numpy.concatenate((self._written, numpy.empty(missing, dtype=numpy.int16)))
         self._written[core : core + capacity] = self.policy.slots - 1
+
+    def _is_short(self, capacity: int) -> bool:
+        row_bytes = self._heads * self.adapter.head_dim * self.adapter.dtype.itemsize
+        return capacity * row_bytes <= SHORT_BYTES or self.flash is not None or self.adapter.device.type != "cpu"
 
     def free(self, key: int) -> None:
         """Take back what request `key` holds; nothing happens where it holds nothing."""
@@ -144,10 +146,14 @@ class DepthCache(Cache):
         kind, _ = self._reading
         return self._places[kind]
 
-    def views(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def views(self, index: int, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[1, kv heads, positions, head dim]` that span `index` reads: views, nothing is copied.
 
         For prompts, and for requests that are not short: only there every slot holds what is to be read.
+
+        Args:
+            index: of the span.
+            window: what lies before the last so many positions of a query is of no use; it may be there all the same.
         """
         kind, layer = self._reading
         first, segment, heads = int(self.places.firsts[index]), self.places.segments[index], self.adapter.kv_heads
@@ -208,6 +214,11 @@ class DepthCache(Cache):
         heads = 1 if segment.short else self._heads
         entries = rows.view(rows.shape[0], self.policy.slots, heads, segment.capacity, -1)[..., position, :]
         entries[:, unwritten[0] :] = entries[:, self.policy.slot(depth), None]
+
+    def leave(self, keys: Sequence[int], positions: Sequence[int], depths: Sequence[int]) -> None:
+        """The tokens at these positions of these requests have left after these loops; see `fill`."""
+        for key, position, depth in zip(keys, positions, depths, strict=True):
+            self.fill(key, position, depth)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Always 0: lengths differ by request, and positions come from the launch."""

@@ -19,6 +19,8 @@ from .kv_policy import POLICIES
 
 __all__ = ["CDBConfig", "rule_name", "saved_settings"]
 
+LAYOUTS = ("dense", "compact")
+
 logger = logging.get_logger(__name__)
 
 
@@ -39,6 +41,8 @@ class CDBConfig:
         kv_policy: which keys and values stand for the loops that a token did not run: `last_exited`, `shared`,
             `first_then_shared`, `modular`, or `auto`: the exact one for the model.
         kv_slots: slots of `first_then_shared` and `modular`, default 2.
+        kv_layout: `dense`: room for every loop of every position; `compact`, for `last_exited`: only for the loops that
+            are run, at the price of a second stretch of memory to read for tokens that left early.
         max_num_seqs: rows in flight at most.
         min_coda_batch: rows that must have left before a coda runs; without refill all rows of a cohort do.
         refill: give a finished row's place to the next prompt at once; False: cohorts in lockstep.
@@ -72,6 +76,7 @@ class CDBConfig:
     lookahead: int = 0
     kv_policy: str = "auto"
     kv_slots: int | None = None
+    kv_layout: str = "dense"
     max_num_seqs: int = 64
     min_coda_batch: int = 1
     refill: bool = True
@@ -202,6 +207,12 @@ class CDBConfig:
                 "given. Drop it, or choose first_then_shared or modular."
             )
 
+        if self.kv_layout not in LAYOUTS:
+            raise ValueError(
+                f"kv_layout={self.kv_layout!r} is unknown{_nearest(self.kv_layout, LAYOUTS)} Choose one of "
+                f"{', '.join(LAYOUTS)}."
+            )
+
     @classmethod
     def create(
         cls,
@@ -298,6 +309,11 @@ class CDBConfig:
             raise ValueError(f"min_depth={self.min_depth} exceeds the {depth} loops of {name}. Lower it.")
         rule = rule_name(self.exit_rule, adapter)
         policy = adapter.default_kv_policy if self.kv_policy == "auto" else self.kv_policy
+        if self.kv_layout == "compact" and policy != "last_exited":
+            raise ValueError(
+                f"kv_layout='compact' with kv_policy={policy!r}: loops that share a slot overwrite each other's entries, "
+                "so there are none to leave out. Choose kv_layout='dense', or kv_policy='last_exited'."
+            )
         threshold = self.exit_threshold
         if self.quality is not None:
             settings = self.calibrated_for(adapter)

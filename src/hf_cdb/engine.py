@@ -261,6 +261,7 @@ class Engine:
         logits = self._stages.coda(spans, self._states.read("state", batch), keep)
         self._choose(rows if len(ends) == len(rows) else [rows[index] for index in ends], logits)
         finished = [False] * len(rows)
+        left: list[tuple[int, int, int]] = []  # key, position, depth
         for index in ends:
             row, depth = rows[index], batch.launch.depths[index]
             if row.error is None:
@@ -269,10 +270,12 @@ class Engine:
             finished[index] = self._ends(row)
             if not finished[index]:
                 if len(row.tokens) > 1:
-                    self.cache.fill(row.key, row.start, depth)
+                    left.append((row.key, row.start, depth))
                 else:
                     row.release()
                 row.start, row.end = row.end, row.end + 1
+        if left:
+            self.cache.leave(*zip(*left, strict=True))
         return finished
 
     def _choose(self, rows: list[Request], logits: torch.Tensor) -> None:

@@ -36,16 +36,23 @@ class Pool:
 
         Views of the tensor taken before are of no use afterwards.
         """
-        for index, (first, length) in enumerate(self._free):
-            if length >= rows:
-                rest = (first + rows, length - rows)
-                self._free[index : index + 1] = [rest] if rest[1] else []
-                return first
+        first = self.take(rows)
+        if first is not None:
+            return first
         end = self.tensor.shape[1]
         tail = self._free[-1][1] if self._free and sum(self._free[-1]) == end else 0
         more = max(rows - tail, end // 4)
         self._extend(more)
         return self.allocate(rows)
+
+    def take(self, rows: int) -> int | None:
+        """First row of a segment of `rows` rows; None where no gap is large enough."""
+        for index, (first, length) in enumerate(self._free):
+            if length >= rows:
+                rest = (first + rows, length - rows)
+                self._free[index : index + 1] = [rest] if rest[1] else []
+                return first
+        return None
 
     def reserve(self, rows: int) -> None:
         """Make room for `rows` more rows at once, so that a burst of segments grows the tensor once."""
@@ -63,6 +70,20 @@ class Pool:
             before, length = self._free.pop(index)
             first, rows = before, length + rows
         self._free.insert(index, (first, rows))
+
+    def repack(self, kept: torch.Tensor, rows: int) -> None:
+        """Move to a new tensor of `rows` rows, of which the first are the rows `kept` and all others are free.
+
+        Args:
+            kept: int64, at most `rows` of them.
+            rows: of the new tensor.
+        """
+        layers, _, width = self.tensor.shape
+        moved, held = self.tensor.new_empty(layers, rows, width), len(kept)
+        for old, new in zip(self.tensor, moved, strict=True):
+            torch.index_select(old, 0, kept, out=new[:held])
+        self.tensor = moved
+        self._free = [(held, rows - held)] if rows > held else []
 
     def _extend(self, rows: int) -> None:
         layers, held, width = self.tensor.shape

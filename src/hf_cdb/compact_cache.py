@@ -1,0 +1,147 @@
+"""The cache whose memory follows depth: `kv_layout="compact"`."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy
+import torch
+
+from .adapters import LoopAdapter
+from .cache import DepthCache
+from .places import Places, Segment
+from .slot_arrays import SlotArrays
+from .spans import Spans
+from .transfer import to_device
+
+__all__ = ["CompactCache"]
+
+
+class CompactCache(DepthCache):
+    """A `DepthCache` for `last_exited` that keeps, of every position, only the entries of the loops it ran.
+
+    The layers of the core lie in `SlotArrays`; those before and after the loop, which every token runs once, as in any
+    other cache. `Segment.core` is the number of a request's arrays.
+
+    Rows are packed or read one by one; see `DepthCache` for what it takes.
+    """
+
+    def release(self) -> None:
+        super().release()
+        self.arrays = SlotArrays(self._pools["core"], self.policy.slots, self._heads)
+
+    @property
+    def core_bytes(self) -> int:
+        """Bytes of the entries of the requests in flight in the core layers."""
+        return self.arrays.entries * self._pools["core"].row_bytes
+
+    def reserve(self, capacities: list[int]) -> None:
+        """Make room in the layers around the loop; that in the core is made as it is needed."""
+        self._pools["outer"].reserve(sum(capacities))
+
+    def allocate(self, key: int, capacity: int) -> None:
+        short = self._is_short(capacity)
+        outer = self._pools["outer"].allocate(capacity)
+        self._segments[key] = Segment(capacity, self.arrays.add(capacity, short), outer, short)
+
+    def free(self, key: int) -> None:
+        segment = self._segments.pop(key, None)
+        if segment is not None:
+            self.arrays.drop(segment.core)
+            self._pools["outer"].release(segment.outer, segment.capacity)
+
+    def fill(self, key: int, position: int, depth: int) -> None:
+        self.leave([key], [position], [depth])
+
+    def leave(self, keys: Sequence[int], positions: Sequence[int], depths: Sequence[int]) -> None:
+        """The tokens at these positions of these requests have left after these loops; see `SlotArrays.leave`."""
+        numbers = numpy.array([self._segments[key].core for key in keys])
+        self.arrays.leave(numbers, numpy.array(positions), numpy.array(depths))
+
+    def bound_places(self, kind: str) -> Places:
+        if kind == "core" and kind not in self._places:
+            numbers = numpy.array([self._segments[key].core for key in self.bound.keys])
+            self.arrays.extend(numbers, self.bound)
+            self._places[kind] = _CompactPlaces(self.bound, numbers, self.arrays, self.adapter)
+        return super().bound_places(kind)
+
+    def views(self, index: int, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that span `index` reads, see `DepthCache.views`: a copy in order, without what lies before
+        the window, where tokens have left before its loop."""
+        kind, layer = self._reading
+        if kind == "outer":
+            return super().views(index, window)
+        places = self.places
+        number, column = int(places.numbers[index]), int(places.columns[index])
+        if not places.early[index]:
+            both = self.arrays.array(number, column)[layer]
+        else:
+            least = 0 if window is None else int(self.bound.start[index]) + 1 - window
+            rows = torch.from_numpy(self.arrays.head_rows(*places.sorted_entries(index, least)).T.ravel())
+            pool = self._pools[kind].tensor[layer]
+            both = pool.view(-1, self.adapter.head_dim)[to_device(rows, pool.device)].unflatten(0, (self._heads, -1))
+        keys, values = both.unflatten(0, (2, -1))
+        return keys[None], values[None]
+
+    def stretches(self, index: int) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """Keys and values `[1, kv heads, positions, head dim]` that span `index` of `split` reads: of the tokens that
+        left before, and of the slot of its loop. Views, nothing is copied."""
+        _, layer = self._reading
+        places = self.places
+        number, early = int(places.numbers[index]), int(places.early[index])
+        left = self.arrays.array(number, self.policy.slots)[layer, :, :early].unflatten(0, (2, 1, -1))
+        slot = self.arrays.array(number, int(places.columns[index]))[layer].unflatten(0, (2, 1, -1))
+        return (left[0], left[1]), (slot[0], slot[1])
+
+
+class _CompactPlaces(Places):
+    """Where the spans of a launch lie in the arrays of their requests.
+
+    Args:
+        spans: of the launch, for which the arrays have been extended.
+        numbers: int64 `[spans]`, of the requests' arrays.
+        arrays, adapter: of the cache.
+
+    Attributes:
+        numbers: as given.
+        columns: int64 `[spans]`, the array of the slot that they write.
+        early: int64 `[spans]`, how many entries they read in the early array.
+    """
+
+    def __init__(self, spans: Spans, numbers: numpy.ndarray, arrays: SlotArrays, adapter: LoopAdapter):
+        self._spans, self._arrays, self.numbers = spans, arrays, numbers
+        self._device, self._dtype, self._heads = adapter.device, adapter.dtype, arrays.heads
+        self._row_bytes = self._heads * adapter.head_dim * adapter.dtype.itemsize
+        self.columns, self.early = spans.loop - 1, arrays.early[numbers, spans.loop]
+        self.firsts = arrays.first[numbers, self.columns]
+        self._capacities = arrays.room[numbers, self.columns]
+        self._lefts = arrays.first[numbers, -1]
+        short = arrays.short[numbers]
+        self._address_writes(short, spans.positions() - spans.by_token(self.early))
+        self.packs, self.single, self.split = [], [], []
+        self._share_out(short)
+        if self.single and self.early.any():
+            single = numpy.array(self.single)
+            split = ~short[single] & (self.early[single] > 0) & (spans.lengths[single] == 1)
+            self.single, self.split = single[~split].tolist(), single[split].tolist()
+
+    def _read(
+        self, indices: numpy.ndarray, places: numpy.ndarray
+    ) -> tuple[numpy.ndarray, Callable[[], numpy.ndarray] | None]:
+        early = self.early[indices, None]
+        if not early.any():
+            return self.firsts[indices, None] + places, None
+        shifts = self.firsts[indices, None] - early
+        rows = numpy.where(places < early, self._lefts[indices, None], shifts) + places
+        return rows, partial(numpy.take, self._arrays.positions, rows)
+
+    def sorted_entries(self, index: int, least: int) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+        """What span `index` reads from position `least` on, in the order of positions, as `SlotArrays.rows` takes
+        it."""
+        early, size = self.early[index], self._spans.end[index] - self.early[index]
+        columns = numpy.repeat((self._arrays.loops, self.columns[index]), (early, size))
+        indices = numpy.concatenate((numpy.arange(early), numpy.arange(size)))
+        numbers = numpy.full_like(indices, self.numbers[index])
+        positions = self._arrays.positions[self._arrays.rows(numbers, columns, indices)]
+        order = positions.argsort()
+        order = order[positions[order] >= least]
+        return numbers[order], columns[order], indices[order]

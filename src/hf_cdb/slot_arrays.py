@@ -1,0 +1,246 @@
+"""Keys and values of the core in memory that follows depth: an entry for every loop that a position ran, no more.
+
+A request has an array for every loop, its *slot*, and one for the tokens that left early:
+
+* the slot of loop t holds, in order, the positions that ran loop t, without those that have left by loop t;
+* the early array holds, by depth, one entry for each token that left before the last loop: that of the loop it left at.
+
+What a query at loop t reads is then the first `early[t]` entries of the early array and all of slot t: one entry for
+every position. Leaving at loop d takes the token's entry out of slot d and puts it behind those that left at d; each
+deeper class makes room by moving its first entries behind its last ones, since in a class order does not matter.
+"""
+
+import numpy
+import torch
+
+from .pool import Pool
+from .spans import Spans
+from .transfer import to_device
+
+__all__ = ["SlotArrays"]
+
+# Arrays grow by a share of what they hold, so that copying is worth so many entries for each new one, and at least by
+# STEP; a pool that is packed anew has a share of free rows, and is packed when it has more than twice that share.
+GROWTH = 1 / 8
+STEP = 8
+SPARE = 1 / 12
+
+
+class SlotArrays:
+    """The arrays of all requests in one pool, by number of the request.
+
+    Rows of the pool are as wide as all keys and values of a position. In the arrays of a short request a row is an
+    entry, `[2, kv heads, head dim]`; the memory of others is `[2, kv heads, room, head dim]`. See `Segment`.
+
+    Args:
+        pool: without segments of others.
+        loops: of the deepest request, R.
+        heads: of keys and of values, together.
+
+    Attributes:
+        first, room, used: int64 `[requests, R + 1]`, by array the first row in the pool, the rows held, and the
+            entries; the slot of loop t is array t - 1, the early array is the last one.
+        early: int64 `[requests, R + 1]`, by loop how many tokens have left by then; at R as many as at R - 1, since
+            what ran the last loop stays in its slot.
+        positions: int32 `[rows of the pool]`, the positions whose entries lie there.
+        short: bool `[requests]`.
+    """
+
+    def __init__(self, pool: Pool, loops: int, heads: int):
+        self.pool, self.loops, self.heads = pool, loops, heads
+        self.first, self.room, self.used, self.early = numpy.zeros((4, 0, loops + 1), dtype=numpy.int64)
+        self.capacity = numpy.zeros(0, dtype=numpy.int64)
+        self.short = numpy.zeros(0, dtype=bool)
+        self.positions = numpy.zeros(0, dtype=numpy.int32)
+        self._idle: list[int] = []  # numbers without a request
+
+    @property
+    def entries(self) -> int:
+        """Entries of all requests."""
+        return int(self.used.sum())
+
+    @property
+    def held(self) -> int:
+        """Rows of the pool that they hold, what they may still grow into included."""
+        return int(self.room.sum())
+
+    def add(self, capacity: int, short: bool) -> int:
+        """The number of a new request, of at most `capacity` positions; it takes rows as it needs them."""
+        if not self._idle:
+            count = len(self.capacity)
+            more = max(1, count)
+            self._idle = list(range(count, count + more))[::-1]
+            for name in ("first", "room", "used", "early", "capacity", "short"):
+                table = getattr(self, name)
+                setattr(self, name, numpy.concatenate((table, numpy.zeros((more, *table.shape[1:]), table.dtype))))
+        number = self._idle.pop()
+        self.capacity[number], self.short[number] = capacity, short
+        return number
+
+    def drop(self, number: int) -> None:
+        """Give back all that a request holds."""
+        for first, room in zip(self.first[number].tolist(), self.room[number].tolist(), strict=True):
+            if room:
+                self.pool.release(first, room)
+        for table in (self.first, self.room, self.used, self.early):
+            table[number] = 0
+        self._idle.append(number)
+
+    def extend(self, numbers: numpy.ndarray, spans: Spans) -> None:
+        """Make room for the entries of a launch, at `index` in their slots; doing it again changes nothing.
+
+        The tensor of the pool may be another one afterwards, and arrays may lie elsewhere.
+
+        Args:
+            numbers: by span, of its request.
+            spans: of the launch. All earlier positions of each have run its loop, or left before.
+        """
+        columns = spans.loop - 1
+        before = self.early[numbers, spans.loop]
+        sizes = spans.end - before
+        self._make_room(numbers, columns, sizes)
+        self.used[numbers, columns] = sizes
+        positions = spans.positions()
+        self.positions[spans.by_token(self.first[numbers, columns] - before) + positions] = positions
+
+    def leave(self, numbers: numpy.ndarray, positions: numpy.ndarray, depths: numpy.ndarray) -> None:
+        """Tokens have left: after loop `depths` of their request, which may be several positions of one request.
+
+        All moves of the entries of all requests are one indexed copy for all layers; one for each depth and request
+        where a request is named more than once, or where a later position has run the loop.
+        """
+        early = depths < self.loops
+        if not early.all():
+            numbers, positions, depths = numbers[early], positions[early], depths[early]
+        if not len(numbers):
+            return
+        newest = self.used[numbers, depths - 1] - 1
+        once = len(numbers) == 1 or len(set(numbers.tolist())) == len(numbers)
+        if once and (self.positions[self.first[numbers, depths - 1] + newest] == positions).all():
+            self._leave(numbers, depths, numpy.ones_like(numbers), newest)
+            return
+        for number, depth in sorted({*zip(numbers.tolist(), depths.tolist(), strict=True)}):
+            first, used = self.first[number, depth - 1], self.used[number, depth - 1]
+            leaving = numpy.isin(
+                self.positions[first : first + used], positions[(numbers == number) & (depths == depth)]
+            )
+            stay, indices = numpy.flatnonzero(~leaving), numpy.flatnonzero(leaving)
+            closed = numpy.stack((stay, numpy.arange(len(stay))))  # the others close up, in order
+            own = (numpy.array([x]) for x in (number, depth, len(indices)))
+            self._leave(*own, indices, closed[:, stay > closed[1]])
+
+    def _leave(
+        self,
+        numbers: numpy.ndarray,
+        depths: numpy.ndarray,
+        counts: numpy.ndarray,
+        indices: numpy.ndarray,
+        closed: numpy.ndarray | None = None,
+    ) -> None:
+        """Move `counts` entries of every request, all different, from `indices` of its slot to the early array, and of
+        the slot, where there is only one request, entries `closed[0]` to `closed[1]`."""
+        last = numpy.full_like(numbers, self.loops)
+        self._make_room(numbers, last, self.used[numbers, -1] + counts)
+        early, deeper = self.early[numbers], numpy.arange(1, self.loops) > depths[:, None]
+        begin, end = early[:, :-2], early[:, 1:-1]  # of the classes 1 to R - 1
+        moving = numpy.where(deeper, numpy.minimum(counts[:, None], end - begin), 0)
+        goals = early[numpy.arange(len(numbers)), depths]
+        own, owner = numbers.repeat(counts), numbers.repeat(moving.sum(1))
+        source = [(own, depths.repeat(counts) - 1, indices), (owner, last[0], _ranges(begin, moving))]
+        goal = [(own, last[0], _ranges(goals, counts)), (owner, last[0], _ranges(end + counts[:, None] - moving, moving))]
+        if closed is not None:
+            source.append((numbers[0], depths[0] - 1, closed[0]))
+            goal.append((numbers[0], depths[0] - 1, closed[1]))
+        self._move(*(self._joined(parts) for parts in (source, goal)))
+        self.early[numbers] += counts[:, None] * (numpy.arange(self.loops + 1) >= depths[:, None])
+        self.used[numbers, depths - 1] -= counts
+        self.used[numbers, -1] += counts
+
+    @staticmethod
+    def _joined(parts: list[tuple]) -> tuple[numpy.ndarray, ...]:
+        wide = [numpy.broadcast_arrays(*part) for part in parts]
+        return tuple(numpy.concatenate(column) for column in zip(*wide, strict=True))
+
+    def rows(self, numbers: numpy.ndarray, columns: numpy.ndarray, indices: numpy.ndarray) -> numpy.ndarray:
+        """Rows of the pool where entries lie; of requests that are not short, the rows that stand for them in
+        `positions`."""
+        return self.first[numbers, columns] + indices
+
+    def head_rows(self, numbers: numpy.ndarray, columns: numpy.ndarray, indices: numpy.ndarray) -> numpy.ndarray:
+        """`[entries, 2 * kv heads]`: where they lie in a view of the pool with a row for each head."""
+        first, room = self.first[numbers, columns][..., None], self.room[numbers, columns][..., None]
+        heads = numpy.arange(self.heads)
+        by_head = first * self.heads + heads * room + indices[..., None]
+        by_position = (first + indices[..., None]) * self.heads + heads
+        return numpy.where(self.short[numbers][..., None], by_position, by_head)
+
+    def array(self, number: int, column: int) -> torch.Tensor:
+        """The entries of one array, `[layers, 2 * kv heads, used, head dim]`: a view."""
+        first, room, used = (int(table[number, column]) for table in (self.first, self.room, self.used))
+        rows = self.pool.tensor.narrow(1, first, room)
+        if self.short[number]:
+            return rows.view(len(rows), room, self.heads, -1).transpose(1, 2).narrow(2, 0, used)
+        return rows.view(len(rows), self.heads, room, -1).narrow(2, 0, used)
+
+    def _move(self, source: tuple[numpy.ndarray, ...], goal: tuple[numpy.ndarray, ...]) -> None:
+        """Copy entries `(numbers, columns, indices)`; all are read before any is written."""
+        rows, goals = self.rows(*source), self.rows(*goal)
+        self.positions[goals] = self.positions[rows]
+        pool = self.pool.tensor
+        if not self.short[source[0]].all():
+            rows, goals = self.head_rows(*source).ravel(), self.head_rows(*goal).ravel()
+            pool = pool.view(len(pool), -1, pool.shape[2] // self.heads)
+        rows, goals = (to_device(torch.from_numpy(x), pool.device) for x in (rows, goals))
+        pool.index_copy_(1, goals, pool.index_select(1, rows))
+
+    def _make_room(self, numbers: numpy.ndarray, columns: numpy.ndarray, sizes: numpy.ndarray) -> None:
+        """Let arrays hold `sizes` entries."""
+        lacking = numpy.flatnonzero(sizes > self.room[numbers, columns])
+        if not len(lacking):
+            return
+        numbers, columns, sizes = numbers[lacking], columns[lacking], sizes[lacking]
+        wanted = sizes + numpy.maximum(STEP, (sizes * GROWTH).astype(numpy.int64))
+        wanted = numpy.minimum(self.capacity[numbers], -(-wanted // STEP) * STEP)
+        more = int(wanted.sum())
+        if self.pool.tensor.shape[1] > (1 + 2 * SPARE) * (self.held + more):
+            self._pack(more)
+        for number, column, rows in zip(numbers.tolist(), columns.tolist(), wanted.tolist(), strict=True):
+            if rows > self.room[number, column]:  # a launch may name one request several times
+                self._grow(number, column, rows, more)
+            more -= rows
+
+    def _grow(self, number: int, column: int, rows: int, more: int) -> None:
+        """Move an array to where it has `rows` rows; `more` with those that are going to be asked for after it."""
+        first = self.pool.take(rows)
+        if first is None:
+            self._pack(more)
+            first = self.pool.take(rows)
+        before, room, used = (int(table[number, column]) for table in (self.first, self.room, self.used))
+        old = self.array(number, column) if used else None
+        self.first[number, column], self.room[number, column] = first, rows
+        if used:
+            self.array(number, column).copy_(old)
+            self.positions[first : first + used] = self.positions[before : before + used]
+        if room:
+            self.pool.release(before, room)
+
+    def _pack(self, more: int) -> None:
+        """Close the gaps of the pool, and leave room for `more` rows and some to spare."""
+        arrays = numpy.nonzero(self.room)
+        firsts, rooms = self.first[arrays], self.room[arrays]
+        order = firsts.argsort()
+        kept, starts = _ranges(firsts[order], rooms[order]), numpy.empty_like(firsts)
+        starts[order] = rooms[order].cumsum() - rooms[order]
+        total = int((len(kept) + more) * (1 + SPARE)) + 1
+        self.pool.repack(to_device(torch.from_numpy(kept), self.pool.tensor.device), total)
+        self.first[arrays] = starts
+        positions = numpy.zeros(total, dtype=numpy.int32)
+        positions[: len(kept)] = self.positions[kept]
+        self.positions = positions
+
+
+def _ranges(starts: numpy.ndarray, lengths: numpy.ndarray) -> numpy.ndarray:
+    """`starts[i], starts[i] + 1, ...`, `lengths[i]` of them, one after the other, for arrays of any shape."""
+    starts, lengths = starts.ravel(), lengths.ravel()
+    ends = lengths.cumsum()
+    return (starts - ends + lengths).repeat(lengths) + numpy.arange(ends[-1] if len(ends) else 0)
