@@ -30,7 +30,12 @@ class DepthCache(Cache):
         adapter: gives sizes, dtype and device.
         policy: slot arithmetic.
         flash: `flash_attn_varlen_func`, which reads whole pages; None: rows are packed or read one by one.
+
+    Attributes:
+        grows: whether requests take memory as they go on, and not when they start.
     """
+
+    grows = False
 
     def __init__(self, adapter: LoopAdapter, policy: KVPolicy, flash: Callable | None = None):
         super().__init__(layers=[])
@@ -73,7 +78,7 @@ class DepthCache(Cache):
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the pools, gaps between requests included."""
+        """Bytes of the pools: gaps between requests, and what these may still grow into, included."""
         return sum(pool.reserved_bytes for pool in self._pools.values())
 
     def _held(self, kind: str) -> int:

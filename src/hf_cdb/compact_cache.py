@@ -25,6 +25,8 @@ class CompactCache(DepthCache):
     Rows are packed or read one by one; see `DepthCache` for what it takes.
     """
 
+    grows = True
+
     def release(self) -> None:
         super().release()
         self.arrays = SlotArrays(self._pools["core"], self.policy.slots, self._heads)

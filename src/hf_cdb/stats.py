@@ -61,6 +61,8 @@ class CDBStats:
         widths: by stage, how many launches had each width.
         depths: how many generated tokens left after each loop; prompts give one token at full depth.
         kv_bytes: keys and values of the core at the fullest moment, `kv_bytes_outer` those of the layers around it.
+        kv_bytes_reserved: memory taken for both at the largest moment: gaps between requests included, and what they
+            may still grow into.
         once, per_loop: parameters that run once per token and per loop.
         coda: parameters of the layers after the loop and the head.
         asked: "launches" and "rows" of the coda that the exit rule asked for.
@@ -79,6 +81,7 @@ class CDBStats:
     depths: Counter = field(default_factory=Counter)
     kv_bytes: int = 0
     kv_bytes_outer: int = 0
+    kv_bytes_reserved: int = 0
     trace: Trace | None = None
 
     def record(self, launch: Launch) -> None:
@@ -156,6 +159,7 @@ class CDBStats:
             "occupancy": self.occupancy,
             "kv_bytes": self.kv_bytes,
             "kv_bytes_outer": self.kv_bytes_outer,
+            "kv_bytes_reserved": self.kv_bytes_reserved,
             "flop_bound": self.flop_bound,
             "counted_speedup": self.counted_speedup,
             "realised_share": self.realised_share,
