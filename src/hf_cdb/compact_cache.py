@@ -8,6 +8,7 @@ import torch
 
 from .adapters import LoopAdapter
 from .cache import DepthCache
+from .lazy_pool import LazyPool
 from .places import Places, Segment
 from .slot_arrays import SlotArrays
 from .spans import Spans
@@ -29,12 +30,22 @@ class CompactCache(DepthCache):
 
     def release(self) -> None:
         super().release()
+        if LazyPool.serves(self.adapter.device):
+            adapter = self.adapter
+            like = (self._heads * adapter.head_dim, adapter.dtype, adapter.device)
+            self._pools["core"] = LazyPool(adapter.core_layers, *like)
         self.arrays = SlotArrays(self._pools["core"], self.policy.slots, self._heads)
 
     @property
     def core_bytes(self) -> int:
         """Bytes of the entries of the requests in flight in the core layers."""
         return self.arrays.entries * self._pools["core"].row_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of memory that is taken: pages that have entries, where memory is mapped by the page; else the pools,
+        gaps and what requests may still grow into included."""
+        return self.arrays.reserved_bytes + self._pools["outer"].reserved_bytes
 
     def reserve(self, capacities: list[int]) -> None:
         """Make room in the layers around the loop; that in the core is made as it is needed."""

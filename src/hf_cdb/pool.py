@@ -71,19 +71,11 @@ class Pool:
             first, rows = before, length + rows
         self._free.insert(index, (first, rows))
 
-    def repack(self, kept: torch.Tensor, rows: int) -> None:
-        """Move to a new tensor of `rows` rows, of which the first are the rows `kept` and all others are free.
-
-        Args:
-            kept: int64, at most `rows` of them.
-            rows: of the new tensor.
-        """
+    def renew(self, rows: int) -> None:
+        """Have a new tensor of `rows` rows, all of them free."""
         layers, _, width = self.tensor.shape
-        moved, held = self.tensor.new_empty(layers, rows, width), len(kept)
-        for old, new in zip(self.tensor, moved, strict=True):
-            torch.index_select(old, 0, kept, out=new[:held])
-        self.tensor = moved
-        self._free = [(held, rows - held)] if rows > held else []
+        self.tensor = self.tensor.new_empty(layers, rows, width)
+        self._free = [(0, rows)]
 
     def _extend(self, rows: int) -> None:
         layers, held, width = self.tensor.shape

@@ -10,17 +10,21 @@ every position. Leaving at loop d takes the token's entry out of slot d and puts
 deeper class makes room by moving its first entries behind its last ones, since in a class order does not matter.
 """
 
+import mmap
+
 import numpy
 import torch
 
+from .lazy_pool import LazyPool
 from .pool import Pool
 from .spans import Spans
 from .transfer import to_device
 
 __all__ = ["SlotArrays"]
 
-# Arrays grow by a share of what they hold, so that copying is worth so many entries for each new one, and at least by
-# STEP; a pool that is packed anew has a share of free rows, and is packed when it has more than twice that share.
+# Where memory is not mapped by the page, arrays grow by a share of what they hold, so that copying is worth so many
+# entries for each new one, and at least by STEP; a pool that is packed anew has a share of free rows, and is packed when
+# it has more than twice that share.
 GROWTH = 1 / 8
 STEP = 8
 SPARE = 1 / 12
@@ -33,13 +37,14 @@ class SlotArrays:
     entry, `[2, kv heads, head dim]`; the memory of others is `[2, kv heads, room, head dim]`. See `Segment`.
 
     Args:
-        pool: without segments of others.
+        pool: without segments of others. In a `LazyPool` an array has room for all positions from the start; in others
+            it grows, and moves when it does.
         loops: of the deepest request, R.
         heads: of keys and of values, together.
 
     Attributes:
-        first, room, used: int64 `[requests, R + 1]`, by array the first row in the pool, the rows held, and the
-            entries; the slot of loop t is array t - 1, the early array is the last one.
+        first, room, used, most: int64 `[requests, R + 1]`, by array the first row in the pool, the rows held, the
+            entries, and the most that there ever were; the slot of loop t is array t - 1, the early array is the last.
         early: int64 `[requests, R + 1]`, by loop how many tokens have left by then; at R as many as at R - 1, since
             what ran the last loop stays in its slot.
         positions: int32 `[rows of the pool]`, the positions whose entries lie there.
@@ -48,7 +53,8 @@ class SlotArrays:
 
     def __init__(self, pool: Pool, loops: int, heads: int):
         self.pool, self.loops, self.heads = pool, loops, heads
-        self.first, self.room, self.used, self.early = numpy.zeros((4, 0, loops + 1), dtype=numpy.int64)
+        self._lazy = isinstance(pool, LazyPool)
+        self.first, self.room, self.used, self.most, self.early = numpy.zeros((5, 0, loops + 1), dtype=numpy.int64)
         self.capacity = numpy.zeros(0, dtype=numpy.int64)
         self.short = numpy.zeros(0, dtype=bool)
         self.positions = numpy.zeros(0, dtype=numpy.int32)
@@ -64,13 +70,24 @@ class SlotArrays:
         """Rows of the pool that they hold, what they may still grow into included."""
         return int(self.room.sum())
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of memory that they take: the pages that have entries, or all of the pool."""
+        if not self._lazy:
+            return self.pool.reserved_bytes
+        layers, _, width = self.pool.tensor.shape
+        # Of a short request an array is one stretch of memory, of others each head is one.
+        stretches = numpy.where(self.short, 1, self.heads)[:, None]
+        bytes_ = self.most * (width * self.pool.tensor.dtype.itemsize) // stretches
+        return int((-(-bytes_ // mmap.PAGESIZE) * stretches).sum()) * mmap.PAGESIZE * layers
+
     def add(self, capacity: int, short: bool) -> int:
         """The number of a new request, of at most `capacity` positions; it takes rows as it needs them."""
         if not self._idle:
             count = len(self.capacity)
             more = max(1, count)
             self._idle = list(range(count, count + more))[::-1]
-            for name in ("first", "room", "used", "early", "capacity", "short"):
+            for name in ("first", "room", "used", "most", "early", "capacity", "short"):
                 table = getattr(self, name)
                 setattr(self, name, numpy.concatenate((table, numpy.zeros((more, *table.shape[1:]), table.dtype))))
         number = self._idle.pop()
@@ -82,7 +99,7 @@ class SlotArrays:
         for first, room in zip(self.first[number].tolist(), self.room[number].tolist(), strict=True):
             if room:
                 self.pool.release(first, room)
-        for table in (self.first, self.room, self.used, self.early):
+        for table in (self.first, self.room, self.used, self.most, self.early):
             table[number] = 0
         self._idle.append(number)
 
@@ -100,6 +117,7 @@ class SlotArrays:
         sizes = spans.end - before
         self._make_room(numbers, columns, sizes)
         self.used[numbers, columns] = sizes
+        self.most[numbers, columns] = numpy.maximum(self.most[numbers, columns], sizes)
         positions = spans.positions()
         self.positions[spans.by_token(self.first[numbers, columns] - before) + positions] = positions
 
@@ -155,6 +173,7 @@ class SlotArrays:
         self.early[numbers] += counts[:, None] * (numpy.arange(self.loops + 1) >= depths[:, None])
         self.used[numbers, depths - 1] -= counts
         self.used[numbers, -1] += counts
+        self.most[numbers, -1] += counts
 
     @staticmethod
     def _joined(parts: list[tuple]) -> tuple[numpy.ndarray, ...]:
@@ -199,10 +218,14 @@ class SlotArrays:
         if not len(lacking):
             return
         numbers, columns, sizes = numbers[lacking], columns[lacking], sizes[lacking]
-        wanted = sizes + numpy.maximum(STEP, (sizes * GROWTH).astype(numpy.int64))
-        wanted = numpy.minimum(self.capacity[numbers], -(-wanted // STEP) * STEP)
+        if self._lazy:
+            stretch = numpy.where(self.short[numbers], self.heads, 1) * (self.pool.tensor.shape[2] // self.heads)
+            wanted = self.pool.whole_pages(self.capacity[numbers], stretch)
+        else:
+            wanted = sizes + numpy.maximum(STEP, (sizes * GROWTH).astype(numpy.int64))
+            wanted = numpy.minimum(self.capacity[numbers], -(-wanted // STEP) * STEP)
         more = int(wanted.sum())
-        if self.pool.tensor.shape[1] > (1 + 2 * SPARE) * (self.held + more):
+        if not self._lazy and self.pool.tensor.shape[1] > (1 + 2 * SPARE) * (self.held + more):
             self._pack(more)
         for number, column, rows in zip(numbers.tolist(), columns.tolist(), wanted.tolist(), strict=True):
             if rows > self.room[number, column]:  # a launch may name one request several times
@@ -225,18 +248,17 @@ class SlotArrays:
             self.pool.release(before, room)
 
     def _pack(self, more: int) -> None:
-        """Close the gaps of the pool, and leave room for `more` rows and some to spare."""
-        arrays = numpy.nonzero(self.room)
-        firsts, rooms = self.first[arrays], self.room[arrays]
-        order = firsts.argsort()
-        kept, starts = _ranges(firsts[order], rooms[order]), numpy.empty_like(firsts)
-        starts[order] = rooms[order].cumsum() - rooms[order]
-        total = int((len(kept) + more) * (1 + SPARE)) + 1
-        self.pool.repack(to_device(torch.from_numpy(kept), self.pool.tensor.device), total)
-        self.first[arrays] = starts
-        positions = numpy.zeros(total, dtype=numpy.int32)
-        positions[: len(kept)] = self.positions[kept]
-        self.positions = positions
+        """Close the gaps of the pool, and leave room for `more` rows and some to spare: as much again where that takes
+        no memory."""
+        arrays = list(zip(*(x.tolist() for x in numpy.nonzero(self.room)), strict=True))
+        old, recorded, spare = [self.array(*at) for at in arrays], self.positions, 1 if self._lazy else SPARE
+        self.pool.renew(int((self.held + more) * (1 + spare)) + 1)
+        self.positions = numpy.zeros(self.pool.tensor.shape[1], dtype=numpy.int32)
+        for at, entries in zip(arrays, old, strict=True):
+            before, used = int(self.first[at]), int(self.used[at])
+            first = self.first[at] = self.pool.take(int(self.room[at]))
+            self.array(*at).copy_(entries)
+            self.positions[first : first + used] = recorded[before : before + used]
 
 
 def _ranges(starts: numpy.ndarray, lengths: numpy.ndarray) -> numpy.ndarray:
