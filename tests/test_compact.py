@@ -18,7 +18,7 @@ from hf_cdb.spans import Spans
 from . import test_engine
 from .pairwise import pairwise
 from .test_engine import LENGTHS, THRESHOLDS, model_of, run_toy
-from .tiny import assert_close, left_pad, prompts, random_ouro
+from .tiny import assert_close, left_pad, prompts, random_huginn, random_ouro
 from .toy import ToyModel, predict, toy_prompt
 
 COMPACT = {"kv_layout": "compact", "kv_policy": "last_exited"}
@@ -70,17 +70,17 @@ def test_every_read_is_right_by_value(short, settings, monkeypatch):
 @pytest.mark.parametrize("name", ["ouro", "ouro-gqa", "huginn"])
 def test_float32_equals_dense(name, short, monkeypatch):
     choose(monkeypatch, short)
-    model = enable_cdb(model_of(name).float())
-    try:
-        ids, mask = left_pad(prompts(*LENGTHS))
-        settings = {"exit_rule": "confidence", "exit_threshold": THRESHOLDS["confidence"][name], "max_num_seqs": 4}
-        options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-        dense, compact = (
-            model.generate(ids, attention_mask=mask, cdb={**settings, "kv_layout": layout}, **options)
-            for layout in ("dense", "compact")
-        )
-    finally:
-        model.double()
+    # With larger weights the dense layout itself is off by more from one width of the launches to another.
+    gqa = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    model = enable_cdb({"ouro": random_ouro, "ouro-gqa": lambda: random_ouro(**gqa), "huginn": random_huginn}[name]())
+    model.generation_config.update(eos_token_id=None, bos_token_id=None, pad_token_id=0)
+    ids, mask = left_pad(prompts(*LENGTHS))
+    settings = {"exit_rule": "confidence", "exit_threshold": THRESHOLDS["confidence"][name], "max_num_seqs": 4}
+    options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    dense, compact = (
+        model.generate(ids, attention_mask=mask, cdb={**settings, "kv_layout": layout}, **options)
+        for layout in ("dense", "compact")
+    )
     assert torch.equal(compact.sequences, dense.sequences)
     assert torch.equal(compact.exit_depths, dense.exit_depths)
     assert len(set(dense.exit_depths.flatten().tolist())) > 1
@@ -249,13 +249,13 @@ def test_what_is_refused():
         CDBConfig(kv_layout=["compact"])
     adapter = adapter_for(model_of("huginn"))
     for policy in ("shared", "first_then_shared", "modular"):
-        with pytest.raises(ValueError, match=f"kv_layout='compact' with kv_policy='{policy}'.*Choose kv_layout='dense'"):
+        with pytest.raises(ValueError, match=f"kv_layout='compact' with kv_policy='{policy}'.*kv_layout='dense'"):
             CDBConfig(kv_layout="compact", kv_policy=policy).resolve(adapter)
 
 
 def test_flash_is_refused(monkeypatch):
     monkeypatch.setattr("hf_cdb.stages.find_flash", lambda adapter, implementation: lambda *arguments: None)
-    with pytest.raises(ValueError, match="kv_layout='compact' with attn_implementation='flash_attention_2'.*sdpa"):
+    with pytest.raises(ValueError, match=r"kv_layout='compact' with attn_implementation='flash_attention_2'.*sdpa"):
         run_toy(ToyModel(), [toy_prompt(1, 3)], 2, kv_layout="compact")
 
 

@@ -311,8 +311,8 @@ class CDBConfig:
         policy = adapter.default_kv_policy if self.kv_policy == "auto" else self.kv_policy
         if self.kv_layout == "compact" and policy != "last_exited":
             raise ValueError(
-                f"kv_layout='compact' with kv_policy={policy!r}: loops that share a slot overwrite each other's entries, "
-                "so there are none to leave out. Choose kv_layout='dense', or kv_policy='last_exited'."
+                f"kv_layout='compact' with kv_policy={policy!r}: loops that share a slot overwrite each other's "
+                "entries, so there are none to leave out. Choose kv_layout='dense', or kv_policy='last_exited'."
             )
         threshold = self.exit_threshold
         if self.quality is not None:

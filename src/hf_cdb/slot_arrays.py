@@ -23,8 +23,8 @@ from .transfer import to_device
 __all__ = ["SlotArrays"]
 
 # Where memory is not mapped by the page, arrays grow by a share of what they hold, so that copying is worth so many
-# entries for each new one, and at least by STEP; a pool that is packed anew has a share of free rows, and is packed when
-# it has more than twice that share.
+# entries for each new one, and at least by STEP; a pool that is packed anew has a share of free rows, and is packed
+# when it has more than twice that share.
 GROWTH = 1 / 8
 STEP = 8
 SPARE = 1 / 12
@@ -165,7 +165,10 @@ class SlotArrays:
         goals = early[numpy.arange(len(numbers)), depths]
         own, owner = numbers.repeat(counts), numbers.repeat(moving.sum(1))
         source = [(own, depths.repeat(counts) - 1, indices), (owner, last[0], _ranges(begin, moving))]
-        goal = [(own, last[0], _ranges(goals, counts)), (owner, last[0], _ranges(end + counts[:, None] - moving, moving))]
+        goal = [
+            (own, last[0], _ranges(goals, counts)),
+            (owner, last[0], _ranges(end + counts[:, None] - moving, moving)),
+        ]
         if closed is not None:
             source.append((numbers[0], depths[0] - 1, closed[0]))
             goal.append((numbers[0], depths[0] - 1, closed[1]))
