@@ -215,14 +215,14 @@ class Engine:
         for row in rows:
             row.status = "running"
             self.cache.allocate(row.key, row.capacity)
+        self.stats.kv_bytes_outer = max(self.stats.kv_bytes_outer, self.cache.outer_bytes)
         self._measure()
 
     def _measure(self) -> None:
-        """Keep the most memory that was held."""
-        stats, cache = self.stats, self.cache
-        stats.kv_bytes = max(stats.kv_bytes, cache.core_bytes)
-        stats.kv_bytes_outer = max(stats.kv_bytes_outer, cache.outer_bytes)
-        stats.kv_bytes_reserved = max(stats.kv_bytes_reserved, cache.reserved_bytes)
+        """Keep the most memory that the core held, and the most that was reserved."""
+        stats = self.stats
+        stats.kv_bytes = max(stats.kv_bytes, self.cache.core_bytes)
+        stats.kv_bytes_reserved = max(stats.kv_bytes_reserved, self.cache.reserved_bytes)
 
     def _loop(self, batch: Batch) -> Signal:
         """Every row runs one loop more, each at its own depth; then the rule looks at the rows that decode."""

@@ -104,7 +104,8 @@ class SlotArrays:
         self._idle.append(number)
 
     def extend(self, numbers: numpy.ndarray, spans: Spans) -> None:
-        """Make room for the entries of a launch, at `index` in their slots; doing it again changes nothing.
+        """Make room for the entries of a launch; doing it again changes nothing. That of position p belongs at index
+        `p - early[t]` of the slot of its loop t.
 
         The tensor of the pool may be another one afterwards, and arrays may lie elsewhere.
 
