@@ -228,6 +228,7 @@ def test_texts(model, tmp_path):
         ({"metric": "exact_match", "loss": "agreement"}, ["metric='exact_match'", "agreement"]),
         ({"cdb": {"exit_threshold": 0.5}}, ["exit_threshold", "0.5", "Drop it"]),
         ({"cdb": {"exit_rule": "never"}}, ["exit_rule='never'", "no threshold"]),
+        ({"cdb": {"prefill_exit": True}}, ["prefill_exit", "full depth", "Drop it"]),
         ({"thresholds": [0.5, 2.0]}, ["exit_threshold=2.0", "(0, 1]"]),
         ({"quality": 0.99}, ["quality=0.99 with confidence=0.9", "takes", "has 12"]),
     ],

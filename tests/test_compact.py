@@ -15,7 +15,7 @@ from hf_cdb.request import Request
 from hf_cdb.sampling import Sampler
 from hf_cdb.spans import Spans
 
-from . import test_engine
+from . import test_engine, test_ragged
 from .pairwise import pairwise
 from .test_engine import LENGTHS, THRESHOLDS, model_of, run_toy
 from .tiny import assert_close, left_pad, prompts, random_huginn, random_ouro
@@ -198,6 +198,46 @@ def test_requests_of_different_full_depth(short, monkeypatch):
         assert compact.tokens == dense.tokens
         assert compact.exit_depths == dense.exit_depths
         assert_close(torch.stack(compact.logits), torch.stack(dense.logits), 1e-6)
+
+
+RAGGED = [(case, [*SHORT][index % 3]) for index, case in enumerate(test_ragged.CASES[::2])]
+
+
+@pytest.mark.parametrize(("case", "short"), RAGGED, ids=str)
+def test_prompts_whose_positions_leave(case, short, monkeypatch):
+    choose(monkeypatch, short)
+    make = test_ragged.engine_of
+    monkeypatch.setattr(test_ragged, "engine_of", lambda model, **cdb: make(model, kv_layout="compact", **cdb))
+    test_ragged.test_the_engine_equals_the_oracle(case)
+
+
+@pytest.mark.parametrize("short", ["long", "short"])
+@pytest.mark.parametrize("prefill_exit", [False, True])
+@pytest.mark.parametrize("name", ["ouro", "huginn", "dory"])
+def test_a_request_goes_on(name, prefill_exit, short, monkeypatch):
+    """What ran before runs again at the depths that it had, in memory that it had."""
+    choose(monkeypatch, short)
+    settings = {"exit_rule": "confidence", "exit_threshold": THRESHOLDS["confidence"][name]}
+    settings |= {"prefill_exit": prefill_exit, "kv_layout": "compact"}
+    rows, model = prompts(9, 1, 14), model_of(name)
+    whole = test_ragged.run(test_ragged.engine_of(model, **settings), test_ragged.requests_of(rows, 9))
+    engine, again = test_ragged.engine_of(model, prefill_chunk_size=6, **settings), test_ragged.requests_of(rows, 9)
+    for one, other in zip(whole, again, strict=True):
+        other.tokens, other.exit_depths = one.tokens[:5], one.exit_depths[:5]
+        other.prompt_depths, other.logits = one.prompt_depths, one.logits[:5]
+        engine.add_request(other)
+    while any(other.end <= other.prefill_length for other in again):
+        engine.step()
+    running = {key: row.depth for key, row in engine.scheduler._unfinished.items()}
+    entries = sum(running.values())
+    for other in (other for other in again if other.key in running):
+        prompt = other.prompt_depths or [adapter_for(model).full_depth] * other.prompt_length
+        entries += sum(prompt) + sum(other.exit_depths[1:])
+    assert engine.cache.arrays.entries == entries
+    engine.run()
+    for one, other in zip(whole, again, strict=True):
+        assert (one.tokens, one.exit_depths) == (other.tokens, other.exit_depths)
+        assert_close(torch.stack(one.logits), torch.stack(other.logits), 1e-6)
 
 
 @pytest.mark.parametrize("pool", ["lazy", "growing"])

@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+import threading
 
 import pytest
 import torch
@@ -51,6 +52,18 @@ def raises_on_token(row, index):
                 raise KeyError("not in the trie")
 
     return on_token
+
+
+class OnceTried:
+    """A processor or criterion that raises once a row has two new tokens, as no trial has."""
+
+    def __init__(self, error, answer):
+        self.error, self.answer = error, answer
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] >= IDS.shape[1] + 2:
+            raise self.error("own")
+        return self.answer(input_ids, scores)
 
 
 # What raises -> arguments of generate, made anew, and how many tokens row 1 has then.
@@ -166,6 +179,34 @@ def test_an_interruption_is_nobody_s_failure(ouro, engines, error):
     with pytest.raises(error):
         generate(ouro, EARLY, on_token=on_token)
     assert_left_clean(ouro, engines, before)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("culprit", ["processor", "criterion", "callback"])
+def test_in_another_thread_nothing_interrupts(ouro, culprit, error):
+    """Signals go to the main thread; in another it is the row's own code that raises."""
+    whole, raised = generate(ouro, EARLY), []
+
+    def fails(*args):
+        raise error("own")
+
+    arguments = {
+        "processor": {"logits_processor": [OnceTried(error, unchanged)]},
+        "criterion": {"stopping_criteria": [OnceTried(error, goes_on)]},
+        "callback": {"on_token": fails},
+    }[culprit]
+
+    def run():
+        try:
+            generate(ouro, EARLY, **arguments)
+        except RowsFailedError as caught:
+            raised.append(caught)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert [type(own) for own in raised[0].errors.values()] == [error] * 3
+    assert torch.equal(generate(ouro, EARLY), whole)
 
 
 def test_the_model_fails_in_any_stage(model, engines):

@@ -19,6 +19,7 @@ from hf_cdb.cache import DepthCache
 from hf_cdb.engine import Engine
 from hf_cdb.flash import PAGE, PageTable, find_flash
 from hf_cdb.kv_policy import KVPolicy
+from hf_cdb.reference import reference_generate
 from hf_cdb.spans import Spans
 
 from .test_engine import LENGTHS, THRESHOLDS, TOY_CASES, model_of, run_toy
@@ -192,3 +193,16 @@ def test_where_it_is_used(changes, found, monkeypatch):
     monkeypatch.setattr(flash_module, "is_flash_attn_2_available", lambda: case["installed"])
     adapter = SimpleNamespace(**{name: case[name] for name in ("dtype", "device", "head_dim")})
     assert find_flash(adapter, case["implementation"]) is (function if found else None)
+
+
+@pytest.mark.parametrize("name", ["ouro-gqa", "huginn", "dory"])
+def test_prompts_whose_positions_leave_one_by_one(name, flash):
+    """Every run of positions that are still in the loop is a sequence of its own for the kernels."""
+    model, rows = model_of(name), prompts(*LENGTHS)
+    options = {"exit_rule": "confidence", "exit_threshold": THRESHOLDS["confidence"][name], "prefill_exit": True}
+    ids, mask = left_pad(rows)
+    settings = {**options, "prefill_chunk_size": 9, "max_num_seqs": 4}
+    output = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, cdb=settings)
+    assert flash.calls > 0
+    for new, row in zip(output[:, ids.shape[1] :].tolist(), rows, strict=True):
+        assert new == reference_generate(model, row, 5, **options).tokens

@@ -10,10 +10,13 @@ from hf_cdb import CDBConfig
 from hf_cdb.adapters import adapter_for
 from hf_cdb.engine import Engine
 from hf_cdb.prefill import share_out
+from hf_cdb.reference import reference_generate
 from hf_cdb.request import Request
 from hf_cdb.sampling import Sampler
 from hf_cdb.scheduler import Scheduler
 
+from .dory import random_dory
+from .tiny import prompts
 from .toy import ToyModel, predict, toy_prompt
 
 FULL_DEPTH = 3
@@ -223,3 +226,20 @@ def test_the_engine_cancels_a_prompt_between_its_pieces(victim, moment):
         assert (request.tokens, request.exit_depths) == (tokens[: len(request.tokens)], depths[: len(request.tokens)])
         assert request.status == "cancelled" or request.tokens == tokens
     assert engine.cache.core_bytes == engine.cache.outer_bytes == len(engine.scheduler) == 0
+
+
+def test_pieces_of_the_loop_leave_the_preludes_output_alone():
+    """Dory's loop begins with that output and reads it again. A prompt that came whole through the prelude is cut in
+    the loop, because another one is there."""
+    model, rows = random_dory().double(), prompts(6, 6)
+    adapter = adapter_for(model)
+    engine = Engine(adapter, CDBConfig(exit_rule="never", max_prefill_tokens=8).resolve(adapter))
+    sampler = Sampler([(), ()], rows, do_sample=False)
+    requests = [Request(key, 5, sampler, prompt_ids=row) for key, row in enumerate(rows)]
+    engine.add_request(requests[0])
+    engine.step()
+    engine.step()
+    engine.add_request(requests[1])
+    engine.run()
+    for request, row in zip(requests, rows, strict=True):
+        assert request.tokens == reference_generate(model, row, 5, exit_rule="never").tokens

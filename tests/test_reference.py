@@ -437,7 +437,7 @@ def test_wrong_reads_of_the_toy_show():
 def run_with_one_entry_changed(model, prompt, which, change):
     """Logits of token 1 where the prompt's last token left another key or value in loop 1 of the first core layer."""
     row = reference._Row(adapter_for(model), slots=[0, 1, 2, 3], start_options={})
-    first = int(row.run_prompt(prompt).argmax())
+    first = int(row.run_prompt(prompt)[0].argmax())
     entries = row.store.entries["core", 0, 0]
     key, value = entries[len(prompt) - 1]
     entries[len(prompt) - 1] = ((value + change).sin(), value) if which == "key" else (key, value + change)

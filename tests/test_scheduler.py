@@ -127,6 +127,30 @@ def test_without_refill_cohorts_move_in_step(workload, width, min_coda_batch):
             assert len({produced[key] for key in launch.keys}) == 1, "a row ran ahead of its cohort"
 
 
+pieces = st.fixed_dictionaries(
+    {
+        "prefill_chunk_size": st.none() | st.integers(1, 3),
+        "max_prefill_tokens": st.none() | st.integers(1, 6),
+        "lookahead": st.integers(0, 1),
+    }
+)
+
+
+@given(workloads, st.integers(1, 9), pieces, st.data())
+def test_no_row_of_a_cohort_starts_a_token_before_all_have_the_last_one(workload, width, pieces, data):
+    """Also where a prompt passes the coda in more pieces than another."""
+    prompts = [data.draw(st.integers(1, 9)) for _ in workload]
+    tokens, _, _, launches = simulate(workload, prompts=prompts, max_num_seqs=width, refill=False, **pieces)
+    produced = Counter()
+    for launch in launches:
+        cohort = {key // width for key in launch.keys}.pop()
+        if launch.stage == "coda":
+            produced.update(k for k in launch.keys if launch.pieces.get(k, (0, prompts[k]))[1] == prompts[k])
+            continue
+        for key in range(cohort * width, min((cohort + 1) * width, len(workload))):
+            assert produced[key] >= min(len(tokens[key]), max(produced[k] for k in launch.keys)), launch
+
+
 @given(workloads, st.integers(1, 9), st.integers(2, 5))
 def test_waiting_for_the_coda_ends(workload, width, min_coda_batch):
     """A coda is large enough, or one of the three reasons to flush holds; nobody waits longer than full depth."""

@@ -138,11 +138,20 @@ CULPRITS = {
 }
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 2, "prefill_chunk_size": 2}, {"lookahead": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({}, KeyError("trie")),
+        ({}, SystemExit("trie")),
+        ({}, KeyboardInterrupt("trie")),  # which nobody else could have caused: signals go to the main thread
+        ({"max_num_seqs": 2, "prefill_chunk_size": 2}, NotAnError("trie")),
+        ({"lookahead": 1}, KeyError("trie")),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("culprit", CULPRITS)
-def test_what_belongs_to_a_request_fails_it_alone(culprit, settings):
+def test_what_belongs_to_a_request_fails_it_alone(culprit, settings, error):
     make, tokens = CULPRITS[culprit]
-    error = KeyError("not in the trie")
     with CDBManager(shared_model(), cdb={**GATE, **settings}) as manager:
         with manager.pause():
             before = manager.add_request(PROMPTS[0])
@@ -150,7 +159,7 @@ def test_what_belongs_to_a_request_fails_it_alone(culprit, settings):
             after = manager.add_request(PROMPTS[2])
         output = last(manager, name)
         assert output.cause is error
-        assert output.error == "KeyError: 'not in the trie'"
+        assert output.error == f"{type(error).__name__}: {error}"
         assert len(output.generated_tokens) == tokens
         assert output.generated_tokens[:1] == alone_with("greedy", 1)[0][: min(tokens, 1)]
         for index, other in ((0, before), (2, after)):
@@ -328,6 +337,41 @@ def test_stop_while_busy_ends_all_requests(manager):
     assert manager.get_result() is None
     manager.start()
     assert_serves(manager)
+
+
+def test_who_waits_for_an_end_is_not_told_of_the_thread_that_was_started_after_it():
+    """A thread that takes the other's place while somebody waits for that one."""
+    manager = CDBManager(shared_model(), cdb=GATE)
+    worker, go = manager._worker, threading.Event()
+    after = threading.Thread(target=go.wait, args=(PATIENCE,))
+
+    class Ends(threading.Thread):
+        def join(self, timeout=None):
+            super().join(timeout)
+            worker._thread = after
+
+    worker._thread = Ends()
+    worker._thread.start()
+    after.start()
+    assert worker.join()
+    assert not worker.join(timeout=0.01)
+    go.set()
+    assert worker.join(timeout=PATIENCE)
+
+
+def test_a_thread_that_cannot_be_started_leaves_a_manager_that_can_be(monkeypatch):
+    manager = CDBManager(shared_model(), cdb=GATE)
+
+    def no_room(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_room)
+        with pytest.raises(RuntimeError, match="can't start"):
+            manager.start()
+    assert not manager.is_running()
+    with manager:
+        assert_serves(manager)
 
 
 def test_a_hard_stop_fails_what_is_left(manager):

@@ -171,6 +171,7 @@ def predict(
     policy: str = "last_exited",
     kv_slots: int = 2,
     exit_depths: list[int] | None = None,
+    prompt_depths: list[int] | None = None,
 ) -> Script:
     """Run the script without a model: the tokens, the depths, and the logits that right reads give.
 
@@ -178,13 +179,14 @@ def predict(
         prompt: token ids.
         policy, kv_slots: the KV policy.
         exit_depths: depths of the new tokens that replace the scripted ones.
+        prompt_depths: of every position of the prompt, for `last_exited`; None is full depth.
     """
     script, tokens, left_at = Script(), list(prompt), []
     while len(script.tokens) < max_new_tokens:
         first = not script.tokens
         if first:
             depth = config.loops
-            left_at = [depth] * len(tokens)
+            left_at = list(prompt_depths or [depth] * len(tokens))
         else:
             depth = config.depths[tokens[-1] % DIGITS] if exit_depths is None else exit_depths[len(script.tokens)]
             left_at.append(depth)
@@ -192,7 +194,7 @@ def predict(
         def loop_of(position, loop, first=first, depths=tuple(left_at)):
             # The prompt runs depth-major, so there everyone reads the loop it is in. Own entries are new anyway.
             if first or position == len(depths) - 1:
-                return loop
+                return min(loop, depths[position])
             return loop_read(policy, loop, depths[position], kv_slots)
 
         layers = [(0, [0] * len(tokens))]

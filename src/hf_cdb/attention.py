@@ -7,6 +7,7 @@ short rows the calls would cost more than the attention; they are packed beside 
 import threading
 import weakref
 
+import numpy
 import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig
@@ -15,6 +16,7 @@ from .cache import DepthCache
 from .places import Pack
 from .precision import attention_dtype
 from .split_attention import attend_split, may_split
+from .transfer import to_device
 
 __all__ = ["DEPTH_ATTENTION", "AttentionSwitch", "depth_attention"]
 
@@ -64,10 +66,14 @@ def depth_attention(
     for index in single:
         spans = depth_cache.bound
         token, length = int(spans.first[index]), int(spans.lengths[index])
+        if not length:
+            continue
+        gaps = None if spans.gaps is None else spans.gaps.get(index)
         # What a prompt that starts here reads are its own new entries, warm in the caches of the processor.
-        whole = spans.start[index] == 0
-        read = [x.narrow(2, token, length) for x in (key, value)] if whole else depth_cache.views(index, sliding_window)
-        own = _attend_span(query.narrow(2, token, length), *read, scaling, sliding_window, dropout)
+        whole = spans.start[index] == 0 and gaps is None
+        window = sliding_window if gaps is None else None
+        read = [x.narrow(2, token, length) for x in (key, value)] if whole else depth_cache.views(index, window)
+        own = _attend_span(query.narrow(2, token, length), *read, scaling, sliding_window, dropout, gaps)
         parts.append((slice(token, token + length), own[0].transpose(0, 1)))
     # Under autocast what comes out is of another dtype than the queries.
     output = parts[0][1].new_empty(query.shape[2], query.shape[1], query.shape[3])
@@ -91,8 +97,15 @@ def _attend_pack(
 
 
 def _attend_span(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None, dropout: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    dropout: float,
+    gaps: numpy.ndarray | None = None,
 ) -> torch.Tensor:
+    """Attention of the last positions of what is read, or of the positions `gaps`."""
     options = {"scale": scaling, "dropout_p": dropout}
     queries, keys = query.shape[2], key.shape[2]
     groups = query.shape[1] // key.shape[1]
@@ -109,9 +122,11 @@ def _attend_span(
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     if queries == keys and (window is None or keys <= window):
         return _attention(query, key, value, is_causal=True, **options)
-    distance = torch.arange(keys - queries, keys, device=query.device)[:, None] - torch.arange(
-        keys, device=query.device
-    )
+    if gaps is None:
+        positions = torch.arange(keys - queries, keys, device=query.device)
+    else:
+        positions = to_device(torch.from_numpy(gaps), query.device)
+    distance = positions[:, None] - torch.arange(keys, device=query.device)
     mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     return _attention(query, key, value, attn_mask=mask, **options)
 

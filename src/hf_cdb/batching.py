@@ -14,6 +14,7 @@ from .adapters import adapter_for
 from .config import CDBConfig, saved_settings
 from .jobs import CDBGenerationOutput, refusal
 from .manager import CDBManager
+from .request_arguments import check_kind, check_prompts, shown
 from .request_maker import OF_CALLS
 
 __all__ = ["CDBBatchingMixin"]
@@ -48,7 +49,11 @@ class CDBBatchingMixin:
         cdb = self._cdb_of(generation_config) if cdb is None else cdb
         if cdb is None or cdb is False:
             return super().init_continuous_batching(generation_config, continuous_batching_config, workload_hints)
-        given = continuous_batching_config or ContinuousBatchingConfig()
+        given = ContinuousBatchingConfig() if continuous_batching_config is None else continuous_batching_config
+        if not isinstance(given, ContinuousBatchingConfig):
+            raise ValueError(
+                f"continuous_batching_config={shown(given)}: give a ContinuousBatchingConfig, or leave it out."
+            )
         manager = CDBManager(self, generation_config, _with_settings(cdb, given), given.max_queue_size)
         kept = getattr(self, "_cached_continuous_batching_manager", None)
         if not isinstance(kept, CDBManager):
@@ -129,6 +134,10 @@ class CDBBatchingMixin:
         for name in ("request_id", "streaming"):
             if kwargs.get(name):
                 raise ValueError(f"{name}={kwargs[name]!r}: generate_batch names requests, and gives last outputs.")
+        check_prompts(inputs)
+        told = {"progress_bar": progress_bar, "persistent_manager": persistent_manager}
+        for name, value in {"generation_config": generation_config, **told}.items():
+            check_kind(name, value)
         config = generation_config or self.generation_config
         adapter = adapter_for(self)
         settings = CDBConfig.create(cdb, saved_settings(config, adapter), adapter)

@@ -215,15 +215,29 @@ class DepthCache(Cache):
         if segment.short and self.flash is None:
             self._written[segment.core + position] = unwritten[0] - 1
             return
-        rows = self._pools["core"].tensor.narrow(1, segment.core, self._rows("core", segment.capacity))
-        heads = 1 if segment.short else self._heads
-        entries = rows.view(rows.shape[0], self.policy.slots, heads, segment.capacity, -1)[..., position, :]
+        entries = self._entries(segment)[..., position, :]
         entries[:, unwritten[0] :] = entries[:, self.policy.slot(depth), None]
 
     def leave(self, keys: Sequence[int], positions: Sequence[int], depths: Sequence[int]) -> None:
         """The tokens at these positions of these requests have left after these loops; see `fill`."""
         for key, position, depth in zip(keys, positions, depths, strict=True):
             self.fill(key, position, depth)
+
+    def fill_prompt(self, key: int, positions: torch.Tensor, depth: int) -> None:
+        """The same for several positions (int64, on the device) of a prompt, by copies also in short requests: a span
+        of many positions reads views."""
+        unwritten = self.policy.unwritten(depth)
+        if unwritten and len(positions):
+            entries = self._entries(self._segments[key])
+            kept = entries[:, self.policy.slot(depth)].index_select(2, positions)
+            for slot in unwritten:
+                entries[:, slot].index_copy_(2, positions, kept)
+
+    def _entries(self, segment: Segment) -> torch.Tensor:
+        """What a request holds for the core, `[layers, slots, heads, capacity, width]`: a view. In short requests the
+        heads are one, as wide as all of them."""
+        rows = self._pools["core"].tensor.narrow(1, segment.core, self._rows("core", segment.capacity))
+        return rows.view(rows.shape[0], self.policy.slots, 1 if segment.short else self._heads, segment.capacity, -1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Always 0: lengths differ by request, and positions come from the launch."""

@@ -177,6 +177,8 @@ def calibrate(
         if given.get(name) is not None:
             raise ValueError(f"cdb={{{name!r}: {given[name]!r}}}: it is the threshold that calibrating finds. Drop it.")
     config = CDBConfig(**given)
+    if config.prefill_exit:
+        raise ValueError("cdb={'prefill_exit': True}: thresholds are calibrated with prompts at full depth. Drop it.")
     rule = rule_name(config.exit_rule, adapter)
     if rule not in RULES or rule in ("never", "replay"):
         raise ValueError(f"exit_rule={config.exit_rule!r} has no threshold that could be saved. Choose a rule by name.")

@@ -9,10 +9,16 @@ from .kv_policy import POLICIES
 
 __all__ = ["add_cdb_arguments", "cdb_settings", "json_object"]
 
+
+def bytes_or_share(text: str) -> int | float:
+    return int(text) if text.isdecimal() else float(text)
+
+
 # Those with an argument of their own; the others, and these too, may stand in --cdb.
 _OWN: dict[str, dict[str, Any]] = {
     "exit_rule": {"metavar": "RULE"},
     "exit_threshold": {"type": float, "metavar": "X"},
+    "quality": {"type": float, "metavar": "X"},
     "min_depth": {"type": int, "metavar": "N"},
     "max_depth": {"type": int, "metavar": "N"},
     "kv_policy": {"choices": POLICIES},
@@ -20,6 +26,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "min_coda_batch": {"type": int, "metavar": "N"},
     "lookahead": {"type": int, "choices": (0, 1)},
     "prefill_chunk_size": {"type": int, "metavar": "N"},
+    "max_prefill_tokens": {"type": int, "metavar": "N"},
+    "max_kv_memory": {"type": bytes_or_share, "metavar": "BYTES|SHARE"},
+    "max_overtakes": {"type": int, "metavar": "N"},
 }
 
 

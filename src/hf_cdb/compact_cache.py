@@ -70,11 +70,15 @@ class CompactCache(DepthCache):
         numbers = numpy.array([self._segments[key].core for key in keys])
         self.arrays.leave(numbers, numpy.array(positions), numpy.array(depths))
 
+    def fill_prompt(self, key: int, positions: torch.Tensor, depth: int) -> None:
+        left = positions.cpu().numpy()
+        self.arrays.leave(numpy.full_like(left, self._segments[key].core), left, numpy.full_like(left, depth))
+
     def bound_places(self, kind: str) -> Places:
         if kind == "core" and kind not in self._places:
             numbers = numpy.array([self._segments[key].core for key in self.bound.keys])
-            self.arrays.extend(numbers, self.bound)
-            self._places[kind] = _CompactPlaces(self.bound, numbers, self.arrays, self.adapter)
+            begin = self.arrays.extend(numbers, self.bound)
+            self._places[kind] = _CompactPlaces(self.bound, numbers, begin, self.arrays, self.adapter)
         return super().bound_places(kind)
 
     def views(self, index: int, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,6 +116,7 @@ class _CompactPlaces(Places):
     Args:
         spans: of the launch, for which the arrays have been extended.
         numbers: int64 `[spans]`, of the requests' arrays.
+        begin: int64 `[spans]`, see `SlotArrays.extend`.
         arrays, adapter: of the cache.
 
     Attributes:
@@ -120,7 +125,9 @@ class _CompactPlaces(Places):
         early: int64 `[spans]`, how many entries they read in the early array.
     """
 
-    def __init__(self, spans: Spans, numbers: numpy.ndarray, arrays: SlotArrays, adapter: LoopAdapter):
+    def __init__(
+        self, spans: Spans, numbers: numpy.ndarray, begin: numpy.ndarray, arrays: SlotArrays, adapter: LoopAdapter
+    ):
         self._spans, self._arrays, self.numbers = spans, arrays, numbers
         self._device, self._dtype, self._heads = adapter.device, adapter.dtype, arrays.heads
         self._row_bytes = self._heads * adapter.head_dim * adapter.dtype.itemsize
@@ -129,12 +136,14 @@ class _CompactPlaces(Places):
         self._capacities = arrays.room[numbers, self.columns]
         self._lefts = arrays.first[numbers, -1]
         short = arrays.short[numbers]
-        self._address_writes(short, spans.positions() - spans.by_token(self.early))
+        self._address_writes(short, spans.by_token(begin - spans.first) + numpy.arange(spans.tokens))
         self.packs, self.single, self.split = [], [], []
-        self._share_out(short)
+        # Of a prompt whose positions leave by themselves the early array has later positions too.
+        whole = self.early + begin + spans.lengths == spans.end
+        self._share_out(short & whole)
         if self.single and self.early.any():
             single = numpy.array(self.single)
-            split = ~short[single] & (self.early[single] > 0) & (spans.lengths[single] == 1)
+            split = (~short & whole & (self.early > 0) & (spans.lengths == 1))[single]
             self.single, self.split = single[~split].tolist(), single[split].tolist()
 
     def _read(
@@ -150,11 +159,12 @@ class _CompactPlaces(Places):
     def sorted_entries(self, index: int, least: int) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
         """What span `index` reads from position `least` on, in the order of positions, as `SlotArrays.rows` takes
         it."""
-        early, size = self.early[index], self._spans.end[index] - self.early[index]
-        columns = numpy.repeat((self._arrays.loops, self.columns[index]), (early, size))
+        number, column = self.numbers[index], self.columns[index]
+        early, size, end = self.early[index], self._arrays.used[number, column], self._spans.end[index]
+        columns = numpy.repeat((self._arrays.loops, column), (early, size))
         indices = numpy.concatenate((numpy.arange(early), numpy.arange(size)))
-        numbers = numpy.full_like(indices, self.numbers[index])
+        numbers = numpy.full_like(indices, number)
         positions = self._arrays.positions[self._arrays.rows(numbers, columns, indices)]
         order = positions.argsort()
-        order = order[positions[order] >= least]
+        order = order[(positions[order] >= least) & (positions[order] < end)]
         return numbers[order], columns[order], indices[order]

@@ -49,6 +49,9 @@ class CDBConfig:
         prefill_chunk_size: positions of a prompt per launch at most; None is the whole prompt.
         max_prefill_tokens: positions of all prompts per launch of the loop at most, and as many between two of them in
             the prelude and in the coda, so that rows that decode wait little for long prompts; None is no limit.
+        prefill_exit: positions of a prompt leave by the exit rule, as tokens do, all but the last one; False: all run
+            to full depth. Not exact but a choice for speed, and only with `last_exited`. Rules that need logits run the
+            coda for every position and loop.
         max_kv_memory: bytes that the keys and values of rows in flight hold at most (an integer), or a share of the
             free memory (a float up to 1). Gaps that ended requests leave in the pool come on top.
         max_overtakes: prompts that may start before the first one in the line while that has to wait for room in
@@ -82,6 +85,7 @@ class CDBConfig:
     refill: bool = True
     prefill_chunk_size: int | None = None
     max_prefill_tokens: int | None = None
+    prefill_exit: bool = False
     max_kv_memory: int | float | None = None
     max_overtakes: int = 0
     exit_depths: Any = None
@@ -99,7 +103,7 @@ class CDBConfig:
         for name in ("max_depth", "kv_slots", "prefill_chunk_size", "max_prefill_tokens"):
             if getattr(self, name) is not None:
                 self._take_integer(name)
-        for name in ("refill", "compile", "trace", "progress"):
+        for name in ("refill", "prefill_exit", "compile", "trace", "progress"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose True or False.")
         if not isinstance(self.prepack_weights, bool) and self.prepack_weights != "auto":
@@ -178,6 +182,12 @@ class CDBConfig:
                 "to replay and exit_rule='replay' need each other. Pass both or none."
             )
 
+        if rule == "replay" and self.prefill_exit:
+            raise ValueError(
+                "prefill_exit=True beside exit_rule='replay': exit_depths has depths of new tokens and none of the "
+                "prompt, which runs at full depth. Set prefill_exit=False."
+            )
+
     def _check_quality(self) -> None:
         quality, rule = self.quality, self.exit_rule
         if isinstance(quality, bool) or not isinstance(quality, numbers.Real) or not 0 < quality < 1:
@@ -193,6 +203,11 @@ class CDBConfig:
             raise ValueError(
                 f"quality={quality} beside exit_rule={rule!r}: it stands for the threshold of a rule by name. Drop it, "
                 "or choose another rule."
+            )
+        if self.prefill_exit:
+            raise ValueError(
+                f"quality={quality} beside prefill_exit=True: it was calibrated with prompts at full depth. Give an "
+                "exit_threshold, or set prefill_exit=False."
             )
 
     def _check_policy(self) -> None:
@@ -327,6 +342,17 @@ class CDBConfig:
             logger.warning_once(
                 "kv_policy='shared' ruins Ouro's answers: one shared slot was measured at 0.23 on GSM8K against 77.86 "
                 "with a slot per loop (arXiv 2608.09444). Use last_exited unless your own evaluation says otherwise."
+            )
+        if self.prefill_exit and policy != "last_exited":
+            raise ValueError(
+                f"prefill_exit=True with kv_policy={policy!r}: loops share slots, so deeper loops would write over the "
+                "entries that positions which have left are read by. Choose kv_policy='last_exited', or set "
+                "prefill_exit=False."
+            )
+        if self.prefill_exit and adapter.model_type == "ouro":
+            logger.warning_once(
+                "prefill_exit=True costs Ouro answers: the embedded tiny-ouro loses half of its exact matches by it "
+                "(docs/memory.md). Leave it off unless your own evaluation says otherwise."
             )
         reason = self._why_nothing_leaves(rule, depth, name)
         if reason is not None:

@@ -10,6 +10,7 @@ import torch
 from transformers.generation import stopping_criteria as stock
 
 from .engine import Engine
+from .failures import errors_of_requests
 from .request import Request
 from .row_copies import Copier, PerRow
 from .trial import trial
@@ -122,7 +123,7 @@ class Stops:
             self._step += 1
             try:
                 done_rows = self._replay(requests)
-            except Exception as error:  # whatever a criterion raises; it is asked about all rows, so it is theirs
+            except errors_of_requests() as error:  # it is asked about all rows, so it is theirs
                 self._fail(engine, requests, error)
                 return
             for request, done in zip(requests, done_rows, strict=True):
@@ -132,7 +133,7 @@ class Stops:
                         engine.cancel(request.key)
                         request.status = "finished"  # the criterion has ended it, as any other would
 
-    def _fail(self, engine: Engine, requests: Sequence[Request], error: Exception) -> None:
+    def _fail(self, engine: Engine, requests: Sequence[Request], error: BaseException) -> None:
         """Fail the rows that were to get more than `_step` tokens; what they had by then is kept."""
         for request in requests:
             if not request.ended or len(request.tokens) > self._step:

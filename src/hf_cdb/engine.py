@@ -8,7 +8,9 @@ import torch
 from .adapters import LoopAdapter
 from .batch import Batch
 from .config import CDBConfig
+from .failures import errors_of_requests
 from .memory import kv_budget, whole_memory
+from .prefill_exits import PrefillExits
 from .request import Request
 from .row_rules import RowRules
 from .row_states import RowStates
@@ -65,24 +67,33 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._ended: list[Request] = []
         self._states = RowStates()
+        self._prefill_exits = PrefillExits(self._rules, self._stages, self.stats, config.lookahead)
         self._signals = Signals(config.max_num_seqs, adapter.device)
         self._pending: Signal | None = None  # with lookahead: of the last loop, not yet read
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
 
+        One that has tokens and their depths goes on after them. Its prompt and all tokens but the last run again in one
+        pass, each position at the depth that it had, so that keys, values and what follows are those of a request
+        that never stopped.
+
         Raises:
-            ValueError: its key is in use, or `check` refuses it.
+            ValueError: its key is in use, `check` refuses it, or it cannot go on after its tokens.
         """
+        if request.tokens:
+            self._check_tokens(request)
         request.max_depth = request.max_depth or self.config.max_depth
         request.min_depth = request.min_depth or self.config.min_depth
         request.rule = request.rule or self.rule
+        if request.prefill_exit is None:
+            request.prefill_exit = self.config.prefill_exit
         self._rules.bind(request.rule)
         self.scheduler.add(
             request.key,
             request.max_depth,
             min_depth=request.min_depth,
-            prompt=request.prompt_length,
+            prompt=request.prefill_length,
             cost=self.check(request),
             priority=request.priority,
             deadline=request.deadline,
@@ -106,6 +117,21 @@ class Engine:
                 "more, or shorten the prompt or max_new_tokens."
             )
         return cost
+
+    def _check_tokens(self, request: Request) -> None:
+        """Refuse a request that cannot go on after the tokens that it has."""
+        have = len(request.tokens)
+        if len(request.exit_depths) != have or have >= request.max_new_tokens:
+            raise ValueError(
+                f"request {request.key} has {have} tokens of at most {request.max_new_tokens} and "
+                f"{len(request.exit_depths)} depths: to go on it needs a depth for each, and room for more."
+            )
+        if have > 1 and self.config.kv_policy != "last_exited":
+            raise ValueError(
+                f"request {request.key} has {have} tokens, but with kv_policy={self.config.kv_policy!r} what a token "
+                "reads of the others depends on when it runs, so they cannot run again in one pass. Add it without "
+                "tokens, or use last_exited."
+            )
 
     def refresh_weights(self) -> None:
         """To be called after the model's weights have changed; until then launches may use copies of the old ones."""
@@ -199,8 +225,12 @@ class Engine:
         """New prompts and new tokens enter: embeddings, the layers before the loop, the start state."""
         self._admit([batch.rows[index] for index in batch.prompts if batch.rows[index].status == "waiting"])
         embeds, start = self._stages.prelude(batch)
+        if batch.prompts:
+            self._prefill_exits.begin(batch, embeds, start)
         if self.adapter.reads_embeds:
             self._states.write("embeds", batch, embeds)
+            if batch.prompts and start.data_ptr() == embeds.data_ptr():
+                start = start.clone()  # pieces of a prompt are written in place
         self._states.write("state", batch, start)
         if batch.decoding:
             if batch.prompts:
@@ -215,6 +245,7 @@ class Engine:
         for row in rows:
             row.status = "running"
             self.cache.allocate(row.key, row.capacity)
+            row.ragged = self._prefill_exits.plan(row)
         self.stats.kv_bytes_outer = max(self.stats.kv_bytes_outer, self.cache.outer_bytes)
         self._measure()
 
@@ -226,10 +257,14 @@ class Engine:
 
     def _loop(self, batch: Batch) -> Signal:
         """Every row runs one loop more, each at its own depth; then the rule looks at the rows that decode."""
+        if not batch.spans.tokens:  # all positions of these prompts have left
+            return self._signals.send(batch.launch, [], [])
         previous = self._states.read("state", batch)
         embeds = self._states.read("embeds", batch) if self.adapter.reads_embeds else None
         state = self._stages.loop(batch, previous, embeds)
         self._states.write("state", batch, state)
+        if batch.ragged:
+            self._prefill_exits.leave(batch, previous, state)
         if self.cache.grows:
             self._measure()
         return self._decide(batch, previous, state)
@@ -261,10 +296,11 @@ class Engine:
     def _coda(self, batch: Batch) -> list[bool]:
         """Rows that left: the layers after the loop, the head, the next token."""
         spans, rows = batch.spans, batch.rows
-        # Of a prompt in pieces only the last one gives a token.
-        ends = batch.decoding
+        # Of a prompt in pieces only the last one gives a token, and of one that runs again none.
+        ends, resumed = batch.decoding, []
         if batch.prompts:
-            ends = [index for index, row in enumerate(rows) if spans.end[index] == row.end]
+            resumed = self._prompts_through(batch)
+            ends = [index for index, row in enumerate(rows) if spans.end[index] == row.end and index not in resumed]
         keep = None if len(ends) == spans.tokens else batch.tensor(spans.last[ends])
         logits = self._stages.coda(spans, self._states.read("state", batch), keep)
         self._choose(rows if len(ends) == len(rows) else [rows[index] for index in ends], logits)
@@ -284,15 +320,33 @@ class Engine:
                 row.start, row.end = row.end, row.end + 1
         if left:
             self.cache.leave(*zip(*left, strict=True))
+        for index in resumed:
+            rows[index].release()
+            rows[index].start, rows[index].end = rows[index].end, rows[index].end + 1
         return finished
+
+    def _prompts_through(self, batch: Batch) -> list[int]:
+        """Note the depths of the prompts whose last piece this is. Returns those that ran again, whose rows have
+        tokens."""
+        resumed = []
+        for index in batch.prompts:
+            row = batch.rows[index]
+            if batch.spans.end[index] < row.end:
+                continue
+            if row.tokens:
+                resumed.append(index)
+            elif row.ragged is None:
+                self.stats.prompt_depths[row.max_depth] += row.end
+            else:
+                row.prompt_depths = row.ragged.depths.tolist()
+                self.stats.prompt_depths.update(row.prompt_depths)
+        return resumed
 
     def _choose(self, rows: list[Request], logits: torch.Tensor) -> None:
         """Choose a token for every row; one whose processors raised has an error instead."""
         groups: dict[Any, list[int]] = {}
         for index, row in enumerate(rows):
-            # Of those that only look for the largest score one serves all.
-            plain = getattr(row.sampler, "is_plain", False)
-            groups.setdefault("plain" if plain else id(row.sampler), []).append(index)
+            groups.setdefault(getattr(row.sampler, "key", None) or id(row.sampler), []).append(index)
         for indices in groups.values():
             chosen = [rows[index] for index in indices]
             part = logits if len(indices) == len(rows) else logits[to_device(torch.tensor(indices), logits.device)]
@@ -305,7 +359,7 @@ class Engine:
         try:
             done = row.error is not None or len(row.tokens) >= row.max_new_tokens
             done = done or (row.stop is not None and row.stop(row))
-        except Exception as error:  # whatever a criterion raises, it is this row's
+        except errors_of_requests() as error:
             row.error, done = error, True
         if done:
             self._end(row, "finished" if row.error is None else "failed")

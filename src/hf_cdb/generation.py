@@ -30,7 +30,7 @@ from .generation_requests import make_noise, make_requests
 from .generation_run import GenerationRun, prepare_run
 from .model_checks import check_model, compute_as_wrapped
 from .official_arguments import take_official_arguments
-from .processors import processors_of_rows
+from .processors import key_of_scores_only, processors_of_rows
 from .sampling import Sampler
 from .streaming import OneRowStreamer, StreamPiece
 
@@ -238,6 +238,7 @@ class CDBGenerationMixin(CDBBatchingMixin, GenerationMixin):
             noise,
             keep_scores=keep_scores,
             keep_logits=bool(generation_config.output_logits and generation_config.return_dict_in_generate),
+            alike=key_of_scores_only(logits_processor),
         )
         requests = make_requests(input_ids, generation_config, config, sampler, stops, kwargs)
         run = GenerationRun(

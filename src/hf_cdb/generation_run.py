@@ -12,6 +12,7 @@ from .adapters import LoopAdapter
 from .config import CDBConfig
 from .criteria import Stops
 from .engine import Engine
+from .failures import errors_of_requests
 from .generation_output import GenerateCDBOutput, RowsFailedError, gather
 from .request import Request
 from .streaming import StreamPiece, TextPieces
@@ -19,7 +20,7 @@ from .streaming import StreamPiece, TextPieces
 __all__ = ["GenerationRun", "prepare_run"]
 
 
-def prepare_run(model: Any, *args, **kwargs) -> "GenerationRun":
+def prepare_run(model: Any, /, *args, **kwargs) -> "GenerationRun":
     """What `model.generate(*args, **kwargs)` would run with cdb: every argument is taken and checked, nothing runs.
 
     Raises:
@@ -33,7 +34,7 @@ class GenerationRun:
 
     A row fails alone: what its processors, its stopping criteria or `on_token` raise ends that row, and after the
     others are through, `RowsFailedError` says so. What the model or the streamer raises ends the call as it is, and so
-    does `KeyboardInterrupt`.
+    does, in the main thread, what is no `Exception`, such as `KeyboardInterrupt`.
 
     Args:
         adapter, config: of the engine; the config is resolved.
@@ -138,7 +139,7 @@ class GenerationRun:
         if self.on_token is not None:
             try:
                 self.on_token(request.row, token, request.exit_depths[-1])
-            except Exception as error:  # whatever it is, it is this row's
+            except errors_of_requests() as error:
                 self.engine.fail(request, error)
 
     def _output(self) -> GenerateCDBOutput | torch.Tensor:

@@ -3,12 +3,10 @@
 import asyncio
 import concurrent.futures
 import itertools
-import math
-import numbers
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, aclosing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,11 +15,13 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from .adapters import adapter_for
+from .async_front import AsyncFront
 from .config import CDBConfig, saved_settings
 from .engine import Engine
 from .jobs import CHILD, CDBGenerationOutput, Job
 from .model_checks import check_model, compute_as_wrapped
 from .outbox import Outbox
+from .request_arguments import check_kind, check_prompts, shown
 from .request_maker import OF_CALLS, RequestMaker
 from .stats import CDBStats
 from .worker import Worker
@@ -33,7 +33,7 @@ logger = logging.get_logger(__name__)
 _PATIENCE = 10.0  # seconds that Transformers' manager waits for room in its queue
 
 
-class CDBManager:
+class CDBManager(AsyncFront):
     """Serves requests as they come, in a thread of its own, by continuous depth batching.
 
     Names and meaning are those of Transformers' `ContinuousBatchingManager` wherever both have the thing. Methods may
@@ -67,6 +67,7 @@ class CDBManager:
         cdb: Any = True,
         max_queue_size: int = 0,
     ):
+        check_kind("generation_config", generation_config)
         adapter = adapter_for(model)
         check_model(adapter)
         compute_as_wrapped(adapter)
@@ -82,7 +83,7 @@ class CDBManager:
         if self.settings.progress:
             logger.warning_once("progress=True has no effect: a manager has no last request that a bar could end at.")
         if isinstance(max_queue_size, bool) or not isinstance(max_queue_size, int) or max_queue_size < 0:
-            raise ValueError(f"max_queue_size={max_queue_size!r}: choose a number of requests, or 0 for no limit.")
+            raise ValueError(f"max_queue_size={shown(max_queue_size)}: choose a number of requests, or 0 for no limit.")
         self.config = self.settings.resolve(adapter)
         self.max_queue_size = max_queue_size
         self._engine = Engine(adapter, self.config)
@@ -233,10 +234,10 @@ class CDBManager:
             deadline: seconds from now; where it has not ended by then it fails with a TimeoutError. Of requests of one
                 priority that wait, the earliest deadline starts first.
             priority: an integer; higher ones start first, without starving others (docs/scheduling.md).
-            **kwargs: `max_depth` (at most the manager's), `min_depth`, `exit_rule`, `exit_threshold`, `exit_depths` (a
-                list, for this prompt) as in `CDBConfig`, and everything that `generate` takes for a prompt of its own:
-                `do_sample`, `temperature`, `logits_processor`, `stop_strings` with `tokenizer`, ... `max_time` counts
-                from now.
+            **kwargs: `max_depth` (at most the manager's), `min_depth`, `exit_rule`, `exit_threshold`, `prefill_exit`,
+                `exit_depths` (a list, for this prompt) as in `CDBConfig`, and everything that `generate` takes for a
+                prompt of its own: `do_sample`, `temperature`, `logits_processor`, `stop_strings` with `tokenizer`, ...
+                `max_time` counts from now.
 
         Returns:
             The name of the request. With `num_return_sequences` beyond 1 the other sequences' outputs are named
@@ -264,6 +265,7 @@ class CDBManager:
     ) -> list[str]:
         """Queue several prompts with the same arguments, see `add_request`: all of them, or none. Returns their
         names."""
+        check_prompts(inputs)
         if max_new_tokens is not None:
             kwargs["max_new_tokens"] = max_new_tokens
         jobs = [self.make_job(input_ids, None, streaming, record_timestamps, **kwargs) for input_ids in inputs]
@@ -326,58 +328,6 @@ class CDBManager:
         """
         self._outbox.register(request_id, callback, self._worker.end)
 
-    async def generate_async(
-        self, input_ids: Sequence[int] | torch.Tensor, *, request_id: str | None = None, **kwargs
-    ) -> CDBGenerationOutput:
-        """The last output of a request of one sequence, see `add_request`; cancelled with the task that awaits it."""
-        job = self._add(input_ids, request_id, kwargs)
-        if len(job.names) > 1:
-            self.cancel_request(job.request_id)
-            raise ValueError(f"num_return_sequences={len(job.names)}: generate_async gives one. Use stream_async.")
-        async with aclosing(self._outputs_of(job)) as outputs:
-            async for output in outputs:
-                last = output
-        return last
-
-    async def stream_async(
-        self,
-        input_ids: Sequence[int] | torch.Tensor,
-        *,
-        request_id: str | None = None,
-        streaming: bool = True,
-        **kwargs,
-    ) -> AsyncIterator[CDBGenerationOutput]:
-        """The outputs of a request and of its children as they come, see `add_request`; one that is not read to its
-        end is cancelled."""
-        job = self._add(input_ids, request_id, {"streaming": streaming, **kwargs})
-        async with aclosing(self._outputs_of(job)) as outputs:
-            async for output in outputs:
-                yield output
-
-    async def _outputs_of(self, job: Job) -> AsyncIterator[CDBGenerationOutput]:
-        newest: dict[str, CDBGenerationOutput] = {}  # as in the outbox: who reads slowly is given fewer
-        came = asyncio.Event()
-
-        def take(output: CDBGenerationOutput) -> None:
-            newest[output.request_id] = output
-            came.set()
-
-        left = set(job.names)
-        try:
-            for name in job.names:
-                self.register_result_handler(name, take)
-            while left:
-                await came.wait()
-                came.clear()
-                while newest:
-                    output = newest.pop(next(iter(newest)))
-                    if output.is_finished():
-                        left.remove(output.request_id)
-                    yield output
-        finally:
-            for name in left:
-                self.cancel_request(name)
-
     def _add(self, input_ids: Any, request_id: str | None, kwargs: dict[str, Any]) -> Job:
         try:
             job = self.make_job(input_ids, request_id, **kwargs)
@@ -397,20 +347,25 @@ class CDBManager:
         seed: int | None = None,
         deadline: float | None = None,
         priority: int = 0,
+        created: float | None = None,
         **kwargs: Any,
     ) -> Job:
         """What `add_request` would queue: a request that is checked and ready, and belongs to nobody yet.
 
+        Args:
+            created: when it came, of `time.perf_counter`; None is now.
+
         Raises:
             ValueError: as `add_request`.
         """
-        created = time.perf_counter()
-        if deadline is not None and (not isinstance(deadline, numbers.Real) or not 0 < deadline < math.inf):
-            raise ValueError(f"deadline={deadline!r}: choose seconds from now, a positive number, or None.")
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise ValueError(f"priority={priority!r}: choose an integer; higher ones start first.")
+        told = {"streaming": streaming, "record_timestamps": record_timestamps}
+        for name, value in {"deadline": deadline, "priority": priority, "created": created, **told}.items():
+            check_kind(name, value)
         if request_id is not None and (not isinstance(request_id, str) or CHILD in request_id):
-            raise ValueError(f"request_id={request_id!r}: choose a string without {CHILD!r}, which names children.")
+            raise ValueError(
+                f"request_id={shown(request_id)}: choose a string without {CHILD!r}, which names children."
+            )
+        created = time.perf_counter() if created is None else created
         run = self._maker.make(input_ids, seed, kwargs)
         name = self.new_name() if request_id is None else request_id
         for request in run.requests:

@@ -134,7 +134,8 @@ class Places:
     @cached_property
     def table(self) -> PageTable:
         """What the spans read, by pages of the pool."""
-        return PageTable.create(self._spans, self.firsts, self._device)
+        runs, of = self._spans.runs()
+        return PageTable.create(runs, self.firsts[of], self._device)
 
     def _share_out(self, short: numpy.ndarray) -> None:
         """Spans of one position of short requests are packed, the others attended to one by one."""

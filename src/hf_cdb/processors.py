@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from .attention import AttentionSwitch
 from .row_copies import Copier, PerRow
 from .trial import trial
 
-__all__ = ["SCORES_ONLY", "processors_of_rows"]
+__all__ = ["SCORES_ONLY", "key_of_scores_only", "processors_of_rows"]
 
 # These read a row's scores and nothing else: one call serves all rows of a launch.
 SCORES_ONLY = (
@@ -42,6 +42,23 @@ _HISTORY_ONLY = (
     stock.SuppressTokensAtBeginLogitsProcessor,
     stock.WatermarkLogitsProcessor,  # sets its generator anew from the history in every call
 )
+
+
+def key_of_scores_only(processors: Sequence[Callable]) -> Hashable | None:
+    """Equal for lists of processors that do the same to scores, whichever row they are of; None for all others.
+
+    Args:
+        processors: what stock `generate` builds.
+    """
+    key = []
+    for processor in processors:
+        if type(processor) not in SCORES_ONLY:
+            return None
+        values = vars(processor)
+        if not all(isinstance(value, int | float | str | None) for value in values.values()):  # a tensor has no hash
+            return None
+        key.append((type(processor), *values.items()))
+    return tuple(key)
 
 
 def processors_of_rows(processors: Sequence[Callable], histories: torch.Tensor, copies: int, vocab: int) -> PerRow:

@@ -3,16 +3,17 @@
 Slow and obvious on purpose: no batching, keys and values kept as one small tensor per position. Exit rules and KV
 policies are written out here once more and shared with nothing, so that a mistake elsewhere cannot hide in both places.
 
-Loops count from 1. The prompt runs loop by loop over all its positions, at full depth R, and yields token 0. Each later
-token runs alone; after loop t < R the exit rule looks at its state, and the token leaves at depth t, or at t + 1 with
-lookahead. Later tokens that go deeper need its keys and values there: on leaving at depth d every slot that the token
-never wrote is filled from the slot of loop d (arXiv 2608.09444).
+Loops count from 1. The prompt runs loop by loop over all its positions, at full depth R, and yields token 0. With
+`prefill_exit` its positions but the last leave by the rule, as tokens do. Each later token runs alone; after loop t < R
+the exit rule looks at its state, and the token leaves at depth t, or at t + 1 with lookahead. Later tokens that go
+deeper need its keys and values there: on leaving at depth d every slot that the token never wrote is filled from the
+slot of loop d (arXiv 2608.09444).
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -53,12 +54,14 @@ class ReferenceOutput:
         logits: `[new tokens, vocab]`, what each was chosen from, in the dtype of the model's logits.
         signals: for each token the value of the exit rule after every loop it was asked in; empty for token 0 and for
             the rules "never" and "replay". The distance to the threshold tells how close a decision was.
+        prompt_depths: loops run for each position of the prompt.
     """
 
     tokens: list[int]
     exit_depths: list[int]
     logits: torch.Tensor
     signals: list[list[float]]
+    prompt_depths: list[int]
 
 
 @torch.no_grad()
@@ -72,6 +75,7 @@ def reference_generate(
     min_depth: int = 1,
     max_depth: int | None = None,
     lookahead: int = 0,
+    prefill_exit: bool = False,
     kv_policy: str = "auto",
     kv_slots: int | None = None,
     exit_depths: Sequence[int] | None = None,
@@ -95,6 +99,7 @@ def reference_generate(
         min_depth: least depth to leave at.
         max_depth: R, the full depth; default the model's own.
         lookahead: 1 if a signal after loop t means depth t + 1.
+        prefill_exit: positions of the prompt leave by the rule, all but the last; for "last_exited".
         kv_policy: "last_exited", "shared", "first_then_shared", "modular", or "auto": the adapter's.
         kv_slots: slots k of the last two, default 2.
         exit_depths: depth of every new token, for "replay"; the first is R.
@@ -124,12 +129,17 @@ def reference_generate(
             raise ValueError(f"{exit_depths=} needs {max_new_tokens} of {least} to {full_depth}, first {full_depth}.")
 
     policy = adapter.default_kv_policy if kv_policy == "auto" else kv_policy
+    if prefill_exit and (policy != "last_exited" or exit_rule == "replay"):
+        raise ValueError(f"prefill_exit=True has no meaning for kv_policy={policy!r}, exit_rule={exit_rule!r}.")
     slots = [_slot(policy, loop, kv_slots) for loop in range(1, full_depth + 1)]
     row = _Row(adapter, slots, start_options)
     tokens, depths, all_logits, signals = [], [], [], []
     for index in range(max_new_tokens):
         if index == 0:
-            logits, depth, values = row.run_prompt(prompt), full_depth, []
+            leaving = prefill_exit and exit_rule != "never"
+            make = partial(_Rule, exit_rule, exit_threshold, adapter, head, lookahead) if leaving else None
+            logits, prompt_depths = row.run_prompt(prompt, make, min_depth, lookahead)
+            depth, values = full_depth, []
         elif exit_rule in ("never", "replay"):
             logits, depth, values = row.run_token(tokens[-1], full_depth if exit_depths is None else exit_depths[index])
         else:
@@ -141,7 +151,7 @@ def reference_generate(
         signals.append(values)
         if tokens[-1] in tuple(eos_token_ids):
             break
-    return ReferenceOutput(tokens, depths, torch.stack(all_logits), signals)
+    return ReferenceOutput(tokens, depths, torch.stack(all_logits), signals, prompt_depths)
 
 
 def _trained_head(model: nn.Module, rule: str | Callable[..., bool], lookahead: int) -> nn.Module | None:
@@ -169,14 +179,14 @@ class _Store(Cache):
     """Keys and values of one row, one entry per position.
 
     Attributes:
-        loop, positions: what is being computed; the row sets them.
+        loop, positions: what is being computed, positions in rising order; the row sets them.
         entries: (section, layer, slot) -> position -> key, value `[1, kv_heads, 1, head_dim]`; one slot outside loops.
     """
 
     def __init__(self, adapter: LoopAdapter, slots: list[int]):
         super().__init__(layers=[])
         self.adapter, self.slots = adapter, slots
-        self.loop, self.positions = 1, range(0)
+        self.loop, self.positions = 1, []
         self.entries: dict[tuple[str, int, int], dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args, **kwargs):
@@ -205,16 +215,47 @@ class _Row:
         self.full_depth = len(slots)
         self.store = _Store(adapter, slots)
 
-    def run_prompt(self, prompt: torch.Tensor) -> torch.Tensor:
-        """Run all positions at full depth; logits `[vocab]` of the last."""
+    def run_prompt(
+        self,
+        prompt: torch.Tensor,
+        make_rule: "Callable[[], _Rule] | None" = None,
+        min_depth: int = 1,
+        lookahead: int = 0,
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Run all positions, at full depth or until their rules let them leave: logits `[vocab]` of the last, depths.
+
+        Args:
+            make_rule: gives the rule of one position; None: all run at full depth.
+        """
         prompt = prompt.to(self.adapter.device)[None]
         inputs, embeds, state = self._begin(*((None, prompt) if prompt.is_floating_point() else (prompt, None)))
+        positions = self.store.positions
+        depths = [self.full_depth] * len(positions)
+        rules = {} if make_rule is None else {position: make_rule() for position in positions[:-1]}
         # Depth-major, so that under a shared slot a position reads the others' entries of its own loop.
         for loop in range(1, self.full_depth + 1):
             self.store.loop = loop
-            state = self.adapter.loop(state, embeds, inputs)
-        last = torch.tensor([len(self.store.positions) - 1], device=self.adapter.device)
-        return self.adapter.coda(state, inputs, keep=last)[0]
+            running = [position for position in positions if depths[position] >= loop]
+            previous, state = state, state.clone()
+            own = inputs if running == positions else self._inputs(running)
+            state[:, running] = self.adapter.loop(previous[:, running], embeds[:, running], own)
+            logits = cache(partial(self._prompt_logits, state))  # all positions have their last state so far
+            for position in running if loop < self.full_depth else []:
+                rule = rules.get(position)
+                if rule is not None:
+                    of_position = previous[0, position], state[0, position]
+                    _, leaves = rule(loop, *of_position, lambda of=logits, p=position: of()[p], embeds[0, position])
+                    if leaves and loop + lookahead >= min_depth:
+                        depths[position] = loop + lookahead
+                        del rules[position]
+                if depths[position] == loop:
+                    self.store.leave(position, loop)
+        last = torch.tensor([len(positions) - 1], device=self.adapter.device)
+        return self._prompt_logits(state, last)[0], depths
+
+    def _prompt_logits(self, state: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits `[kept, vocab]` of the prompt. The coda's layers write the entries of all positions each time."""
+        return self.adapter.coda(state, self._inputs(list(range(state.shape[1]))), keep)
 
     def run_token(
         self, token: int, max_depth: int, rule: "_Rule | None" = None, min_depth: int = 1, lookahead: int = 0
@@ -238,12 +279,18 @@ class _Row:
 
     def _begin(self, ids: torch.Tensor | None, embeds: torch.Tensor | None) -> tuple[dict, torch.Tensor, torch.Tensor]:
         """Everything before loop 1, for the next positions: what the layers are given, prelude output, start state."""
-        first = self.store.positions.stop
-        self.store.positions = range(first, first + (ids if embeds is None else embeds).shape[1])
-        position_ids = torch.tensor([list(self.store.positions)], device=self.adapter.device)
-        inputs = self.adapter.layer_inputs(position_ids, self.store, attention_mask=self._mask(position_ids[0]))
+        first = self.store.positions[-1] + 1 if self.store.positions else 0
+        positions = list(range(first, first + (ids if embeds is None else embeds).shape[1]))
+        inputs = self._inputs(positions)
         embeds = self.adapter.prelude(ids, embeds, inputs)
+        position_ids = torch.tensor([positions], device=self.adapter.device)
         return inputs, embeds, self.adapter.start(embeds, position_ids, **self.start_options)
+
+    def _inputs(self, positions: list[int]) -> dict[str, Any]:
+        """What the layers are given; what they run from now on are these positions."""
+        self.store.positions = positions
+        position_ids = torch.tensor([positions], device=self.adapter.device)
+        return self.adapter.layer_inputs(position_ids, self.store, attention_mask=self._mask(position_ids[0]))
 
     def _logits(self, state: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """Logits `[vocab]` of one token. The coda's layers write their entries each time; the last ones stay."""

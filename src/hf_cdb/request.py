@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .exits import ExitRule
+from .ragged import RaggedPrompt
 
 __all__ = ["Request"]
 
@@ -24,10 +25,11 @@ class Request:
         sampler: chooses its tokens.
         stop: called with the request after every token; True ends it.
         start_options: arguments of the adapter's `start`.
-        min_depth, max_depth, rule: None for the engine's, which fills them in. `max_depth` is the depth of the prompt
-            as well, and at most that of the engine.
+        min_depth, max_depth, rule, prefill_exit: None for the engine's, which fills them in. `max_depth` is the depth
+            of the prompt as well, and at most that of the engine.
         priority, deadline: see `Scheduler.add`.
-        tokens, exit_depths: what came out so far.
+        tokens, exit_depths: what came out so far. A request that is added with some goes on after them.
+        prompt_depths: loops that each position of the prompt ran, where they left by the rule; else None.
         status: "waiting", "running", "finished", "cancelled" or "failed".
         error: why it failed.
     """
@@ -44,10 +46,12 @@ class Request:
     min_depth: int | None = None
     max_depth: int | None = None
     rule: ExitRule | None = None
+    prefill_exit: bool | None = None
     priority: int = 0
     deadline: float | None = None
     tokens: list[int] = field(default_factory=list)
     exit_depths: list[int] = field(default_factory=list)
+    prompt_depths: list[int] | None = None
     scores: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     status: str = "waiting"
@@ -58,19 +62,21 @@ class Request:
     end: int = 0
     embeds: torch.Tensor | None = None
     state: torch.Tensor | None = None
+    ragged: RaggedPrompt | None = None  # where positions of the prompt leave the loop one by one
 
     @property
     def prompt_length(self) -> int:
         return len(self.prompt_ids if self.prompt_embeds is None else self.prompt_embeds)
 
     @property
+    def prefill_length(self) -> int:
+        """Positions that run before the next token: the prompt, and the tokens but the last that it was added with."""
+        return self.prompt_length + max(0, len(self.tokens) - 1)
+
+    @property
     def capacity(self) -> int:
         """Positions whose keys and values are ever read: the last token's are not."""
         return self.prompt_length + self.max_new_tokens - 1
-
-    @property
-    def in_prompt(self) -> bool:
-        return not self.tokens
 
     @property
     def ended(self) -> bool:
@@ -79,4 +85,4 @@ class Request:
 
     def release(self) -> None:
         """Drop the tensors that only a running request needs."""
-        self.embeds = self.state = None
+        self.embeds = self.state = self.ragged = None

@@ -13,19 +13,21 @@ from .config import CDBConfig
 from .engine import Engine
 from .exits import RULES, ExitRule
 from .generation_run import GenerationRun, prepare_run
+from .request_arguments import check_kind, check_options
 
 __all__ = ["OF_CALLS", "RequestMaker"]
 
 # What belongs to the prompts of one call, and what add_request has in its place.
 OF_CALLS = {"seeds": "seed", "token_limits": "max_new_tokens", "exit_depths": "exit_depths"}
 # Settings of cdb that may differ from request to request; the others belong to the engine that all share.
-_OF_REQUESTS = ("max_depth", "min_depth", "exit_rule", "exit_threshold", "exit_depths")
+_OF_REQUESTS = ("max_depth", "min_depth", "exit_rule", "exit_threshold", "prefill_exit", "exit_depths")
 _OF_ENGINE = tuple(f.name for f in dataclasses.fields(CDBConfig) if f.name not in (*_OF_REQUESTS, *OF_CALLS))
 # Arguments of generate that mean nothing for a request, and what to use.
 _ELSEWHERE = {
     "cdb": "The settings of a request stand by their own names: " + ", ".join(_OF_REQUESTS) + ".",
     "cdb_config": "The settings of a request stand by their own names: " + ", ".join(_OF_REQUESTS) + ".",
     "attention_mask": "A prompt has no padding here: give the ids that count.",
+    "inputs": "The prompt is the first argument, or input_ids.",
     "inputs_embeds": "Give token ids; for embeddings call generate.",
     "streamer": "Pass streaming=True, and register_result_handler or request_id_iter.",
     "on_token": "Pass streaming=True, and register_result_handler or request_id_iter.",
@@ -42,11 +44,16 @@ class RequestMaker:
         engine: that all requests share; nothing of it is changed.
         generation_config: defaults of all requests.
         settings: of cdb, not resolved.
+
+    Raises:
+        ValueError: a default that no request could have.
     """
 
     def __init__(self, engine: Engine, generation_config: GenerationConfig, settings: CDBConfig):
         self._engine, self._generation_config, self._settings = engine, generation_config, settings
         self._vocabulary = engine.adapter.model.get_input_embeddings().num_embeddings
+        for name, value in vars(generation_config).items():  # defaults, which the first request must not find wrong
+            check_kind(name, value, self._vocabulary)
         self._rules: weakref.WeakValueDictionary[tuple, ExitRule] = weakref.WeakValueDictionary()
         self._shared(engine.rule)
         self._lock = threading.Lock()  # nobody has promised that generate is safe in several threads at once
@@ -67,8 +74,13 @@ class RequestMaker:
             wrong = least if least < 0 else most
             raise ValueError(f"input_ids hold {wrong}, but tokens lie between 0 and {self._vocabulary - 1}.")
         generation_config = kwargs.pop("generation_config", None)
+        check_kind("generation_config", generation_config)
+        check_kind("seed", seed)
         self._check_arguments(generation_config, kwargs)
         config = self._settings_of(seed, kwargs)
+        configs = (self._engine.adapter.model.generation_config, generation_config or self._generation_config)
+        layers = (*map(vars, configs), kwargs)  # as generate takes what one leaves out from the one before
+        check_options({k: v for layer in layers for k, v in layer.items() if v is not None}, self._vocabulary)
         # Not a deep copy: generate makes one of its own.
         generation_config = copy.copy(generation_config or self._generation_config)
         generation_config.return_dict_in_generate = False
@@ -83,6 +95,7 @@ class RequestMaker:
             rule = self._shared(run.config.exit_rule)
         for request in run.requests:
             request.min_depth, request.max_depth, request.rule = run.config.min_depth, run.config.max_depth, rule
+            request.prefill_exit = run.config.prefill_exit
             self._engine.check(request)
         return run
 
@@ -92,6 +105,9 @@ class RequestMaker:
             value = kwargs.pop(name, None)
             if value is not None and value is not False:
                 raise ValueError(f"{name}={value!r} has no meaning for one request. {instead}")
+        hidden = next((name for name in kwargs if name.startswith("_")), None)
+        if hidden is not None:
+            raise ValueError(f"{hidden!r} is no argument of a request. Leave it out.")
         for name in (*_OF_ENGINE, "seeds", "token_limits"):
             if kwargs.get(name) is not None:
                 instead = f"Give {OF_CALLS[name]}." if name in OF_CALLS else "Give it to the manager, in its cdb."
@@ -105,8 +121,10 @@ class RequestMaker:
         """The manager's settings with those of a request, which are taken out of its arguments."""
         given = {name: kwargs.pop(name, None) for name in _OF_REQUESTS}
         own = {name: value for name, value in given.items() if value is not None}
+        for name, value in own.items():
+            check_kind(name, value)
         if "exit_depths" in own:
-            own = {"exit_rule": "replay", **own, "exit_depths": [own["exit_depths"]]}
+            own = {"exit_rule": "replay", "prefill_exit": False, **own, "exit_depths": [own["exit_depths"]]}
         if seed is not None:
             own["seeds"] = [seed]
         return CDBConfig.create(own, self._settings, self._engine.adapter)

@@ -10,6 +10,7 @@ import torch
 
 from .adapters import LoopAdapter
 from .exits import ExitRule
+from .failures import errors_of_requests
 from .request import Request
 
 __all__ = ["RowRules"]
@@ -41,7 +42,7 @@ class RowRules:
         """What the rule raises becomes the error of its rows, unless it is the common one."""
         try:
             yield
-        except Exception as error:
+        except errors_of_requests() as error:
             if rule is self._common:
                 raise
             for row in rows:
@@ -99,6 +100,40 @@ class RowRules:
                 own = rule.leave(places[at], some, before, after, lambda at=at: logits_of(at))
                 said[at] = torch.as_tensor(_checked(rule, own, len(lines)), device=places.device)
         return said
+
+    def of_prompt(self, row: Request) -> ExitRule | None:
+        """The rule of a row with a memory of its own, a place for every position of its prompt; None where it fails."""
+        with self._failing(row.rule, [row]):
+            rule = row.rule.copy()
+            rule.bind(self._adapter, row.prefill_length)
+            return rule
+        return None
+
+    def begin_prompt(self, row: Request, positions: torch.Tensor, embeds: torch.Tensor, start: torch.Tensor) -> None:
+        """Positions of a prompt begin; see `ExitRule.begin`."""
+        with self._failing(row.rule, [row]):
+            tokens = [(row.row, position + 1 - row.prefill_length) for position in positions.tolist()]
+            row.ragged.rule.begin(positions, embeds, start, tokens)
+
+    def leave_prompt(
+        self,
+        row: Request,
+        positions: torch.Tensor,
+        loop: int,
+        previous: torch.Tensor,
+        state: torch.Tensor,
+        logits: Callable[[], torch.Tensor],
+    ) -> numpy.ndarray:
+        """Which positions of a prompt may leave, bool `[positions]`; see `ExitRule.leave`. Where its rule fails, all.
+
+        Raises:
+            ValueError: the common rule said something else.
+        """
+        rule, count = row.ragged.rule, len(positions)
+        with self._failing(row.rule, [row]):
+            said = _checked(rule, rule.leave(positions, [loop] * count, previous, state, logits), count)
+            return torch.as_tensor(said).cpu().numpy()
+        return numpy.ones(count, dtype=bool)
 
 
 def _groups(rows: Sequence[Request]) -> list[tuple[ExitRule, Sequence[int]]]:

@@ -26,7 +26,7 @@ class RowStates:
         if not batch.prompts:
             return self._tables[name].index_select(0, batch.places)
         parts = [(batch.spans.first[index], self._part(name, batch, index)) for index in batch.prompts]
-        if len(batch) == 1:
+        if len(batch) == 1 and not batch.ragged:  # those are compared with what is written next
             return parts[0][1]
         values = parts[0][1].new_empty(batch.spans.tokens, parts[0][1].shape[1])
         for first, part in parts:
@@ -44,17 +44,17 @@ class RowStates:
         for index in batch.prompts:
             row, first = batch.rows[index], batch.spans.first[index]
             part = values[first : first + batch.spans.lengths[index]]
-            if len(part) == row.prompt_length:
+            if len(part) == row.end:
                 setattr(row, name, part)
                 continue
             if getattr(row, name) is None:  # the first piece of a prompt
-                setattr(row, name, part.new_empty(row.prompt_length, part.shape[1]))
-            self._part(name, batch, index)[:] = part
+                setattr(row, name, part.new_empty(row.end, part.shape[1]))
+            getattr(row, name)[batch.spans.where(index)] = part
 
     @staticmethod
     def _part(name: str, batch: Batch, index: int) -> torch.Tensor:
         """What a prompt carries for the positions of this launch."""
-        return getattr(batch.rows[index], name)[batch.spans.start[index] : batch.spans.end[index]]
+        return getattr(batch.rows[index], name)[batch.spans.where(index)]
 
     def _table(self, name: str, place: int, like: torch.Tensor) -> torch.Tensor:
         """The table, with a line for `place` and wide enough a dtype: under autocast stages differ in theirs."""

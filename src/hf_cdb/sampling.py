@@ -5,11 +5,12 @@ those that look at its history run row by row, each row with processors of its o
 every one sees what it would see in stock `generate`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import nn
 
+from .failures import errors_of_requests
 from .noise import Noise
 from .precision import at_least_float32
 from .processors import SCORES_ONLY
@@ -29,6 +30,10 @@ class Sampler:
         do_sample: draw from the distribution; else take the most probable token.
         noise: for `do_sample`.
         keep_scores, keep_logits: record them in the requests.
+        alike: of the processors, see `key_of_scores_only`.
+
+    Attributes:
+        key: samplers of equal keys choose alike, so that one serves the rows of all; None: it serves its own alone.
     """
 
     def __init__(
@@ -39,22 +44,21 @@ class Sampler:
         noise: Noise | None = None,
         keep_scores: bool = False,
         keep_logits: bool = False,
+        alike: Hashable | None = None,
     ):
         self.processors, self.histories = processors, histories
         self.do_sample, self.noise = do_sample, noise
         self.keep_scores, self.keep_logits = keep_scores, keep_logits
         # Of a PerRow the length is that of every row's list.
         self._processes = len(processors) > 0 if isinstance(processors, PerRow) else any(processors)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it takes the most probable token and does nothing else, so that one serves the rows of all such."""
-        return not (self.do_sample or self.keep_scores or self.keep_logits) and not self._processes
+        own = keep_scores or keep_logits or (self._processes and alike is None)
+        self.key: Hashable | None = None if own else (do_sample, alike if self._processes else ())
 
     def choose(self, rows: Sequence[Request], logits: torch.Tensor) -> list[int]:
         """The next token of every row. A row whose processors raised has an `error` instead: its token means nothing.
 
         Args:
+            rows: each with this sampler, or another of its key.
             logits: `[rows, vocab]`.
         """
         logits = logits.float()  # as stock generate
@@ -84,7 +88,7 @@ class Sampler:
                     "NaN or +inf, or are -inf everywhere. Loosen what forbids tokens, or pass "
                     "remove_invalid_values=True if the model's own logits are not finite."
                 )
-        noise = torch.stack([self.noise.line(row.row, row.seed, len(row.tokens)) for row in rows])
+        noise = torch.stack([row.sampler.noise.line(row.row, row.seed, len(row.tokens)) for row in rows])
         return _largest(probabilities / noise)
 
     def _process(self, rows: Sequence[Request], scores: torch.Tensor) -> torch.Tensor:
@@ -98,7 +102,7 @@ class Sampler:
             if block is not None:
                 scores = block
                 continue
-            histories = histories or [self.history(row)[None] for row in rows]
+            histories = histories or [row.sampler.history(row)[None] for row in rows]
             scores = torch.cat(
                 [
                     self._run_alone(index, row, history, scores[line : line + 1])
@@ -119,15 +123,21 @@ class Sampler:
         if row.error is not None:
             return scores
         try:
-            processed = self.processors[row.row][index](history, scores)
+            processor = row.sampler.processors[row.row][index]
+            processed = processor(history, scores)
             if not isinstance(processed, torch.Tensor) or processed.shape != scores.shape:
                 shape = getattr(processed, "shape", type(processed).__name__)
                 raise ValueError(
-                    f"{self.processors[row.row][index]!r} returned {shape} for scores {tuple(scores.shape)}. A logits "
-                    "processor returns scores of the shape that it is given."
+                    f"{processor!r} returned {shape} for scores {tuple(scores.shape)}. A logits processor returns "
+                    "scores of the shape that it is given."
+                )
+            if not processed.is_floating_point() or processed.device != scores.device:
+                raise ValueError(
+                    f"{processor!r} returned {processed.dtype} on {processed.device} for scores that are "
+                    f"{scores.dtype} on {scores.device}. A logits processor returns scores of the kind it is given."
                 )
             return processed
-        except Exception as error:
+        except errors_of_requests() as error:
             row.error = error
             return scores
 

@@ -62,6 +62,7 @@ class Scheduler:
         self._entering: dict[int, Row] = {}  # ready for the prelude
         self._looping: dict[int, Row] = {}
         self._left: dict[int, Row] = {}  # ready for the coda
+        self._ending = False  # without refill: the coda of the cohort's token has begun
         self._free_places = list(range(max_num_seqs))[::-1]
         self._unfinished: dict[int, Row] = {}
         self._deadlines = Deadlines()
@@ -239,9 +240,11 @@ class Scheduler:
     def _choose(self) -> Launch | None:
         """The next launch; None where only prompts could run that have used up what they may until the next loop."""
         launch = None
-        if self._entering:
+        self._ending = self._ending and bool(self._left)
+        if self._entering and not self._ending:
             launch = self._launch("prelude", self._entering)
         if launch is None and self._coda_is_due():
+            self._ending = not self.refill
             launch = self._launch("coda", self._left)
         if launch is None and self._looping:
             self._prefill.renew()
@@ -270,7 +273,8 @@ class Scheduler:
         if not self._left:
             return False
         if not self.refill:
-            return not self._looping and not self._entering  # the barrier of a cohort
+            # The barrier of a cohort; with prompts in pieces some of its rows pass the coda before others.
+            return self._ending or (not self._looping and not self._entering)
         if not self._looping:
             return True  # nothing else to run
         oldest = next(iter(self._left.values()))

@@ -103,24 +103,32 @@ class SlotArrays:
             table[number] = 0
         self._idle.append(number)
 
-    def extend(self, numbers: numpy.ndarray, spans: Spans) -> None:
-        """Make room for the entries of a launch; doing it again changes nothing. That of position p belongs at index
-        `p - early[t]` of the slot of its loop t.
+    def extend(self, numbers: numpy.ndarray, spans: Spans) -> numpy.ndarray:
+        """Make room for the entries of a launch, behind those of earlier positions; doing it again changes nothing.
 
         The tensor of the pool may be another one afterwards, and arrays may lie elsewhere.
 
         Args:
             numbers: by span, of its request.
             spans: of the launch. All earlier positions of each have run its loop, or left before.
+
+        Returns:
+            int64 `[spans]`, the index in the slot of its loop where the entries of each begin.
         """
         columns = spans.loop - 1
-        before = self.early[numbers, spans.loop]
-        sizes = spans.end - before
+        begin = self.used[numbers, columns]
+        held = numpy.flatnonzero((begin > 0) & (spans.lengths > 0))
+        newest = self.positions[(self.first[numbers, columns] + begin - 1)[held]]
+        for index in held[newest >= spans.start[held]]:  # they are there already
+            first = self.first[numbers[index], columns[index]]
+            begin[index] = self.positions[first : first + begin[index]].searchsorted(spans.start[index])
+        sizes = begin + spans.lengths
         self._make_room(numbers, columns, sizes)
         self.used[numbers, columns] = sizes
         self.most[numbers, columns] = numpy.maximum(self.most[numbers, columns], sizes)
-        positions = spans.positions()
-        self.positions[spans.by_token(self.first[numbers, columns] - before) + positions] = positions
+        rows = spans.by_token(self.first[numbers, columns] + begin - spans.first) + numpy.arange(spans.tokens)
+        self.positions[rows] = spans.positions()
+        return begin
 
     def leave(self, numbers: numpy.ndarray, positions: numpy.ndarray, depths: numpy.ndarray) -> None:
         """Tokens have left: after loop `depths` of their request, which may be several positions of one request.

@@ -117,11 +117,15 @@ def _inputs(batch: Batch, adapter: LoopAdapter) -> tuple[torch.Tensor | None, to
     embedding = adapter.model.get_input_embeddings() if prompts_of_embeds else None
     parts = []
     for row, start, end in zip(batch.rows, batch.spans.start, batch.spans.end, strict=True):
-        if row.in_prompt and row.prompt_embeds is not None:
+        length = row.prompt_length
+        ids = []
+        if start < length and row.prompt_embeds is not None:
             parts.append(row.prompt_embeds[start:end].to(batch.device))
-            continue
-        ids = row.prompt_ids[start:end].to(batch.device) if row.in_prompt else batch.tensor(row.tokens[-1:])
-        parts.append(ids if embedding is None else embedding(ids))
+        elif start < length:
+            ids.append(row.prompt_ids[start:end].to(batch.device))
+        if end > length:
+            ids.append(batch.tensor(row.tokens[max(start - length, 0) : end - length]))
+        parts += ids if embedding is None else map(embedding, ids)
     whole = torch.cat(parts)[None]
     return (whole, None) if embedding is None else (None, whole)
 

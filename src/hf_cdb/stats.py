@@ -60,12 +60,13 @@ class CDBStats:
             counts once a loop.
         widths: by stage, how many launches had each width.
         depths: how many generated tokens left after each loop; prompts give one token at full depth.
+        prompt_depths: likewise positions of prompts that are through.
         kv_bytes: keys and values of the core at the fullest moment, `kv_bytes_outer` those of the layers around it.
         kv_bytes_reserved: memory taken for both at the largest moment: gaps between requests included, and what they
             may still grow into.
         once, per_loop: parameters that run once per token and per loop.
         coda: parameters of the layers after the loop and the head.
-        asked: "launches" and "rows" of the coda that the exit rule asked for.
+        asked: "launches" and "rows" of the coda that the exit rule asked for, and "positions" of prompts.
         trace: with `CDBConfig(trace=True)` every launch: what ran, the queues, start and duration.
     """
 
@@ -79,6 +80,7 @@ class CDBStats:
     rows: Counter = field(default_factory=Counter)
     widths: dict[str, Counter] = field(default_factory=dict)
     depths: Counter = field(default_factory=Counter)
+    prompt_depths: Counter = field(default_factory=Counter)
     kv_bytes: int = 0
     kv_bytes_outer: int = 0
     kv_bytes_reserved: int = 0
@@ -113,6 +115,14 @@ class CDBStats:
         if not self.tokens:
             return float(self.full_depth)
         return sum(depth * count for depth, count in self.depths.items()) / self.tokens
+
+    @property
+    def mean_prompt_depth(self) -> float:
+        """Loops per position of the prompts; full depth where there is none."""
+        positions = sum(self.prompt_depths.values())
+        if not positions:
+            return float(self.full_depth)
+        return sum(depth * count for depth, count in self.prompt_depths.items()) / positions
 
     @property
     def occupancy(self) -> float:
@@ -152,6 +162,8 @@ class CDBStats:
             "tokens": self.tokens,
             "mean_depth": self.mean_depth,
             "depths": {depth: self.depths[depth] for depth in range(1, self.full_depth + 1)},
+            "mean_prompt_depth": self.mean_prompt_depth,
+            "prompt_depths": {depth: self.prompt_depths[depth] for depth in range(1, self.full_depth + 1)},
             "launches": dict(self.launches),
             "asked": dict(self.asked),
             "row_loops": self.rows["loop"],

@@ -87,11 +87,11 @@ class Worker:
                 raise RuntimeError("the manager is stopping. Wait for it with `join`, then start it.")
             again = self._thread is not None
             self.join()  # one that has died may still be telling its requests
-            with self._changed:
-                self.fatal_error, self._mode, self._working = None, _RUN, True
-            self.outbox.open()
-            self._thread = threading.Thread(target=self._work, args=(again,), name="hf-cdb-manager", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, args=(again,), name="hf-cdb-manager", daemon=True)
+            with self._changed:  # the thread waits for it
+                thread.start()
+                self._thread, self.fatal_error, self._mode, self._working = thread, None, _RUN, True
+                self.outbox.open()
             return True
 
     def stop(self, hard: bool) -> None:
@@ -102,9 +102,10 @@ class Worker:
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait for the thread; whether it has ended. The thread itself does not wait."""
-        if self._thread is not None and not self.is_caller:
-            self._thread.join(timeout)
-        return not self.alive
+        thread = self._thread  # another may be started as soon as it has ended
+        if thread is not None and not self.is_caller:
+            thread.join(timeout)
+        return thread is None or not thread.is_alive()
 
     def abandon(self) -> None:
         """End at once. Python may not leave a thread behind in the middle of a launch."""
@@ -249,7 +250,7 @@ class Worker:
             self._rows[request.key] = job, index
             try:
                 self.engine.add_request(request)
-            except Exception as error:  # of an exit rule of its own, whatever it is
+            except BaseException as error:  # of an exit rule of its own, whatever it is
                 request.status, request.error = "failed", error
                 refused.append(request)
         for request in refused:

@@ -1,9 +1,12 @@
 """Figures of `/metrics` after known requests."""
 
+import time
+
+import httpx
 import openai
 import pytest
 
-from .server import NAME, figures
+from .server import NAME, figures, wait_until
 
 
 def test_figures_after_known_requests(client, address):
@@ -44,3 +47,61 @@ def test_refusals_are_counted(client, address):
         with pytest.raises(openai.APIStatusError):
             client.completions.create(**{"model": NAME, "prompt": "a", **wrong})
     assert figures(address)["hf_cdb_refused_requests_total"] == before + 2
+
+
+def test_every_refusal_is_counted(address):
+    def refused():
+        return figures(address)["hf_cdb_refused_requests_total"]
+
+    before = refused()
+    path = f"{address}/v1/completions"
+    answers = [
+        httpx.post(path, content=b'"' + b"a" * 5 * 2**20 + b'"', headers={"content-type": "application/json"}),
+        httpx.post(f"{address}/v1/embeddings", json={}),
+        httpx.get(path),
+        httpx.post(path, json={"prompt": "a", "cdb": {"max_depth": 99}}),
+        httpx.post(path, json={"prompt": [[5], [5] * 1024]}),
+        httpx.post(path, content=b"{"),
+    ]
+    assert [answer.status_code for answer in answers] == [413, 404, 405, 400, 400, 422]
+    assert refused() == before + len(answers)
+
+
+def test_what_ends_with_a_sibling_that_failed_has_failed(service, address, monkeypatch):
+    """Two prompts of one request: the second raises while the first goes on."""
+    make = service.manager.make_job
+
+    def raises(ids, scores):
+        raise KeyError("own")
+
+    def make_job(prompt, *args, **kwargs):
+        return make(prompt, *args, **kwargs, **({"logits_processor": [raises]} if prompt == [6] else {}))
+
+    monkeypatch.setattr(service.manager, "make_job", make_job)
+    before = figures(address)
+    body = {"prompt": [[5], [6]], "max_tokens": 900, "ignore_eos": True, "n": 2, "temperature": 1}
+    answer = httpx.post(f"{address}/v1/completions", json=body)
+    assert (answer.status_code, "KeyError" in answer.text) == (500, True)
+    wait_until(lambda: len(service.manager) == 0)
+    after = figures(address)
+    counted = {name: after[name] - before[name] for name in before if name.startswith("hf_cdb_sequences_total")}
+    assert counted == {
+        "hf_cdb_sequences_total[finished]": 0,
+        "hf_cdb_sequences_total[failed]": 4,
+        "hf_cdb_sequences_total[cancelled]": 0,
+    }
+    assert after["hf_cdb_refused_requests_total"] == before["hf_cdb_refused_requests_total"]
+
+
+def test_times_and_deadlines_begin_with_the_arrival(service, address, monkeypatch):
+    """Not when there is a thread to prepare the request in."""
+    prompts = service.prompts
+    monkeypatch.setattr(service, "prompts", lambda body: (time.sleep(0.3), prompts(body))[1])
+    before = figures(address)
+    ask = {"prompt": "a", "max_tokens": 1}
+    assert httpx.post(f"{address}/v1/completions", json=ask).status_code == 200
+    after = figures(address)
+    for name in ("queue", "time_to_first_token", "request"):
+        assert after[f"hf_cdb_{name}_seconds_sum"] - before[f"hf_cdb_{name}_seconds_sum"] >= 0.3
+    late = httpx.post(f"{address}/v1/completions", json={**ask, "cdb": {"deadline": 0.2}})
+    assert (late.status_code, "deadline=0.2" in late.text) == (504, True)

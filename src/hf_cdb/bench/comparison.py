@@ -56,6 +56,8 @@ def compare(name: str, runs: dict[str, list[Run]], workload: Workload, in_depth_
     if stats is None:
         return row
     row |= {"mean_depth": stats.mean_depth, "flop_bound": stats.flop_bound, "occupancy": stats.occupancy}
+    if stats.mean_prompt_depth < stats.full_depth:
+        row["mean_prompt_depth"] = stats.mean_prompt_depth
     reference = full[-1].stats
     if stats.full_depth != reference.full_depth:
         row["flop_bound"] = None  # it is one over the own full depth, and the ratios are over that of "full"

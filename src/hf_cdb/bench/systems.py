@@ -122,7 +122,7 @@ def check_settings(asked: dict[str, Any], replayed: bool) -> None:
     Raises:
         ValueError: settings of an exit rule beside depths to replay.
     """
-    rule = sorted(asked.keys() & {"exit_rule", "exit_threshold", "quality", "min_depth", "max_depth"})
+    rule = sorted(asked.keys() & {"exit_rule", "exit_threshold", "quality", "min_depth", "max_depth", "prefill_exit"})
     if replayed and rule:
         raise ValueError(
             f"{rule[0]}={asked[rule[0]]!r} has no meaning for depths that are replayed. Pass --mix live to let the "

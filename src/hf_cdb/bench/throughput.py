@@ -44,6 +44,7 @@ COLUMNS = {
     "speedup_over_stock": ("x stock", ""),
     "speedup_over_refill": ("x refill", ""),
     "mean_depth": ("mean depth", ".2f"),
+    "mean_prompt_depth": ("prompt depth", ".2f"),
     "flop_bound": ("FLOP bound", ".3f"),
     "decode_share": ("decode share", ""),
     "prefill_adjusted_bound": ("prefill-adj. bound", ""),

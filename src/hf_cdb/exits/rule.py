@@ -1,5 +1,6 @@
 """The base of all exit rules, and of a user's own."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -49,8 +50,14 @@ class ExitRule(ABC):
         """
         self.lookahead = lookahead
 
+    def copy(self) -> "ExitRule":
+        """A rule that decides as this one, of which `bind` gives a memory of its own. With `prefill_exit` there is one
+        for every prompt, whose positions are its rows and places."""
+        return copy.copy(self)
+
     def bind(self, adapter: LoopAdapter, places: int) -> None:
-        """Called once before the first token: the model, and the number of places that rows can hold."""
+        """Called once before the first token: the model, and the number of places that rows can hold. Whatever is kept
+        between calls is made anew here."""
         self.adapter, self.places = adapter, places
         self._memory: dict[str, torch.Tensor] = {}
 
@@ -67,7 +74,8 @@ class ExitRule(ABC):
             places: int64 `[rows]`.
             embeds: `[rows, width]`, the prelude's output.
             start: `[rows, width]`, the state before loop 1.
-            tokens: for every row (row of the call, index of the token in its output).
+            tokens: for every row (row of the call, index of the token in its output). Of a position of a prompt
+                (`prefill_exit`) that is the token after it, so the last but one has -1 and the first the least.
         """
         for memory in self._memory.values():
             memory[places] = self.fresh(memory)

@@ -22,6 +22,11 @@ class Wrapped(ExitRule):
         super().configure(adapter, depth, lookahead)
         self.rule.configure(adapter, depth, lookahead)
 
+    def copy(self):
+        own = super().copy()
+        own.rule = self.rule.copy()
+        return own
+
     def bind(self, adapter, places):
         super().bind(adapter, places)
         self.rule.bind(adapter, places)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from .bodies import ChatBody
-from .service import Generation, RefusedError
+from .generation import Generation, RefusedError
 from .texts import StoppedText
 
 __all__ = ["Answer", "error_content"]

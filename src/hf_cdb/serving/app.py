@@ -1,7 +1,8 @@
 """The routes of the server."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
@@ -13,9 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .answers import Answer, error_content
 from .bodies import Body, ChatBody, CompletionBody
-from .service import Generation, RefusedError, Service
+from .generation import Generation, RefusedError
+from .service import Service
 
 __all__ = ["build_app"]
+
+_GONE = 499  # nobody reads it; nginx logs a client that has gone so
 
 
 def build_app(service: Service, max_body: int = 4 * 2**20) -> FastAPI:
@@ -33,9 +37,14 @@ def build_app(service: Service, max_body: int = 4 * 2**20) -> FastAPI:
         await asyncio.to_thread(service.stop)
 
     app = FastAPI(title="hf-cdb", lifespan=lifespan)
-    app.add_middleware(_BodyLimit, max_body=max_body)
+    app.add_middleware(_Arrivals, max_body=max_body)
     app.add_exception_handler(RefusedError, lambda _, error: _error(error.status, str(error)))
-    app.add_exception_handler(HTTPException, lambda _, error: _error(error.status_code, str(error.detail)))
+
+    @app.exception_handler(HTTPException)
+    async def refuse(_: Request, error: HTTPException) -> Response:
+        if error.status_code != _GONE:
+            service.metrics.refused()
+        return _error(error.status_code, str(error.detail))
 
     @app.exception_handler(RequestValidationError)
     async def explain(_: Request, error: RequestValidationError) -> Response:
@@ -76,14 +85,14 @@ def build_app(service: Service, max_body: int = 4 * 2**20) -> FastAPI:
 
 
 async def _answer(service: Service, request: Request, body: Body) -> Response:
+    generating = service.generate(body, request.state.arrived)
     if body.stream:
-        generation = await _while_connected(request, service.generate(body))
-        return _Events(generation)
-    return JSONResponse(await _while_connected(request, _whole(service, body)))
+        return _Events(await _while_connected(request, generating))
+    return JSONResponse(await _while_connected(request, _whole(generating)))
 
 
-async def _whole(service: Service, body: Body) -> dict:
-    generation = await service.generate(body)
+async def _whole(generating: Awaitable[Generation]) -> dict:
+    generation = await generating
     try:
         return await Answer(generation).whole()
     finally:
@@ -97,7 +106,7 @@ async def _while_connected(request: Request, work):
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise HTTPException(499, "the client has gone")  # which nobody reads; nginx logs it so
+        raise HTTPException(_GONE, "the client has gone")
     finally:
         working.cancel()
         gone.cancel()
@@ -138,18 +147,20 @@ def _reasons(error: RequestValidationError) -> str:
     return "; ".join(dict.fromkeys(reasons))
 
 
-class _BodyLimit:
-    """Refuses requests that are too long, before they are held in memory."""
+class _Arrivals:
+    """Notes when all of a request is there, and refuses those that are too long before they are held in memory."""
 
     def __init__(self, app: ASGIApp, max_body: int):
         self.app, self.max_body = app, max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        read = 0
+        read, state = 0, scope.setdefault("state", {})
 
         async def counted() -> Message:
             nonlocal read
             message = await receive()
+            if message["type"] == "http.request":
+                state["arrived"] = time.perf_counter()
             read += len(message.get("body", b""))
             if read > self.max_body:
                 raise HTTPException(413, f"the request is longer than max_body={self.max_body} bytes.")

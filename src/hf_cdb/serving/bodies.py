@@ -2,10 +2,12 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 __all__ = ["Body", "ChatBody", "CompletionBody"]
 
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Size = Annotated[int, Field(gt=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Text = Annotated[str, Field(min_length=1)]
 # Finding the tokens that stop strings may end in takes time, and others wait meanwhile.
@@ -39,9 +41,9 @@ class CDBFields(_Strict):
 
     exit_rule: str | None = None
     exit_threshold: FiniteFloat | None = None
-    min_depth: PositiveInt | None = None
-    max_depth: PositiveInt | None = None
-    exit_depths: list[PositiveInt] | None = None
+    min_depth: Size | None = None
+    max_depth: Size | None = None
+    exit_depths: list[Size] | None = None
     deadline: Annotated[FiniteFloat, Field(gt=0)] | None = None
     priority: int = 0
 
@@ -69,11 +71,11 @@ class Body(_Strict):
     """
 
     model: str | None = None
-    max_tokens: PositiveInt | None = None
-    min_tokens: NonNegativeInt | None = None
+    max_tokens: Size | None = None
+    min_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
-    top_k: PositiveInt | None = None
+    top_k: Size | None = None
     min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[FiniteFloat, Field(gt=0)] | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
@@ -157,7 +159,7 @@ class ChatBody(Body):
     """Of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: PositiveInt | None = None
+    max_completion_tokens: Size | None = None
     logprobs: Literal[False] | None = None
     top_logprobs: Literal[0] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None

@@ -63,8 +63,9 @@ class Metrics:
         if later:
             self._tpot.observe((later[-1] - first) / len(later))
 
-    def cancelled(self, sequences: int) -> None:
-        self._sequences.labels("cancelled").inc(sequences)
+    def ended_early(self, outcome: str) -> None:
+        """A sequence was ended with its request, "failed" or "cancelled", before it had a last output."""
+        self._sequences.labels(outcome).inc()
 
     def refused(self) -> None:
         self._refused.inc()

@@ -1,34 +1,23 @@
-"""Requests of clients on their way through the manager. Knows no HTTP."""
+"""One model and who may ask it. Knows no HTTP."""
 
 import asyncio
-import concurrent.futures
-import functools
-import uuid
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..adapters import adapter_for
-from ..jobs import CDBGenerationOutput, sequence_names
+from ..jobs import CDBGenerationOutput
 from ..manager import CDBManager
 from .bodies import Body, ChatBody, CompletionBody
+from .generation import Generation, RefusedError
 from .metrics import Metrics
 
-__all__ = ["Generation", "RefusedError", "Service"]
+__all__ = ["Service"]
 
 logger = logging.get_logger(__name__)
 
 DEFAULT_TOKENS = 1024  # where a request names no limit, as in Transformers' server
-
-
-class RefusedError(Exception):
-    """Why a request is not served, and the status that HTTP has for it."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
 
 
 class Service:
@@ -122,8 +111,11 @@ class Service:
             )
         return body.limit or min(DEFAULT_TOKENS, room)
 
-    async def generate(self, body: Body) -> "Generation":
+    async def generate(self, body: Body, arrived: float) -> Generation:
         """Queue what a request asks for.
+
+        Args:
+            arrived: when it came, of `time.perf_counter`: its deadline and its times count from then.
 
         Raises:
             RefusedError: it cannot be served.
@@ -133,7 +125,7 @@ class Service:
             limits = [self.limit(body, prompt) for prompt in prompts]
             self._check_room(len(prompts) * body.n)
             self._revive()
-            generation = Generation(self, body, prompts, limits)
+            generation = Generation(self, body, prompts, limits, arrived)
             self._open += len(generation)
             try:
                 await generation.submit()
@@ -164,7 +156,7 @@ class Service:
         self.manager.start()
         self.metrics.restarted()
 
-    def closed(self, generation: "Generation") -> None:
+    def closed(self, generation: Generation) -> None:
         """Told of every generation once."""
         self._open -= len(generation)
 
@@ -173,116 +165,3 @@ class Service:
         tokens = output.generated_tokens
         ended = stopped or len(tokens) < limit or (not ignore_eos and tokens[-1] in self._ends)
         return "stop" if ended else "length"
-
-
-class Generation:
-    """The sequences of one request of a client: `n` of every prompt.
-
-    Attributes:
-        prompts, limits: token ids and new tokens at most, by prompt.
-        outputs: the newest of every sequence that has any.
-    """
-
-    def __init__(self, service: Service, body: Body, prompts: list[list[int]], limits: list[int]):
-        self.service, self.body, self.prompts, self.limits = service, body, prompts, limits
-        self.outputs: dict[int, CDBGenerationOutput] = {}
-        self._names: list[str] = []
-        self._left: set[int] = set()
-        self._new: set[int] = set()
-        self._some_new = asyncio.Event()
-        self._closed = False
-
-    def __len__(self) -> int:
-        """Sequences."""
-        return len(self.prompts) * self.body.n
-
-    async def submit(self) -> None:
-        options = self.body.options(self.service.vocab_size)
-        for index, (prompt, limit) in enumerate(zip(self.prompts, self.limits, strict=True)):
-            name = f"served-{uuid.uuid4().hex}"
-            # Finding the tokens of stop strings takes long in a large vocabulary, and others' answers must go on.
-            adding = asyncio.ensure_future(asyncio.to_thread(self._add, prompt, name, limit, options))
-            adding.add_done_callback(functools.partial(self._added, name, index * self.body.n))
-            try:
-                await asyncio.shield(adding)
-            except ValueError as error:
-                raise RefusedError(400, str(error)) from error
-            except RuntimeError as error:
-                raise RefusedError(503, str(error)) from error
-
-    def _add(self, prompt: list[int], name: str, limit: int, options: dict[str, Any]) -> None:
-        told = {"streaming": self.body.stream, "record_timestamps": True}
-        self.service.manager.add_request(prompt, name, limit, **told, **options, **self._stops(len(prompt)))
-
-    def _stops(self, prompt_length: int) -> dict[str, Any]:
-        """What ends a sequence at its stop strings. Only the answer is looked at: `stop_strings` of `generate` would
-        also find one that begins in the prompt."""
-        if not self.body.stops:
-            return {}
-        stop = StopStringCriteria(self.service.tokenizer, self.body.stops)
-        return {"stopping_criteria": [lambda ids, scores: stop(ids[:, prompt_length:], scores)]}
-
-    def _added(self, name: str, first: int, adding: asyncio.Future) -> None:
-        """Listen to the sequences of a prompt; where the client has gone meanwhile, end them."""
-        if adding.cancelled() or adding.exception() is not None:
-            return
-        self._names.append(name)
-        for index, sequence in enumerate(sequence_names(name, self.body.n), first):
-            self._left.add(index)
-            self.service.manager.register_result_handler(sequence, functools.partial(self._put, index))
-        if self._closed:
-            self.service.manager.cancel_request(name)
-
-    def _put(self, index: int, output: CDBGenerationOutput) -> None:
-        self.outputs[index] = output
-        self._new.add(index)
-        self._some_new.set()
-
-    async def new_outputs(self) -> AsyncIterator[tuple[int, CDBGenerationOutput]]:
-        """Number of a sequence and its newest output, until all have ended. A slow reader gets fewer of them.
-
-        Raises:
-            RefusedError: a sequence failed.
-        """
-        while self._left:
-            await self._some_new.wait()
-            self._some_new.clear()
-            new, self._new = sorted(self._new), set()
-            for index in new:
-                output = self.outputs[index]
-                if output.is_finished():
-                    self._left.discard(index)
-                    self.service.metrics.ended(output)
-                if output.error is not None:
-                    raise self._failure(output)
-                yield index, output
-
-    def _failure(self, output: CDBGenerationOutput) -> RefusedError:
-        if self.service.fatal_error is not None:
-            return RefusedError(503, f"the model has failed: {output.error}")
-        if isinstance(output.cause, TimeoutError):
-            return RefusedError(504, output.error)
-        if isinstance(output.cause, concurrent.futures.CancelledError) or self.service.stopping:
-            return RefusedError(503, f"the request was ended: {output.error}")
-        return RefusedError(400 if isinstance(output.cause, ValueError) else 500, output.error)
-
-    def close(self) -> None:
-        """End what is left. May be called again."""
-        if self._closed:
-            return
-        self._closed = True
-        self.service.closed(self)
-        self.service.metrics.cancelled(len(self._left))
-        for name in self._names:
-            self.service.manager.cancel_request(name)
-
-    def usage(self) -> dict[str, Any]:
-        """Tokens, each prompt counted once, and loops per generated token."""
-        prompt = sum(map(len, self.prompts))
-        depths = [depth for output in self.outputs.values() for depth in output.exit_depths]
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": len(depths),
-            "total_tokens": prompt + len(depths),
-            "mean_depth": sum(depths) / max(1, len(depths)),
-        }
