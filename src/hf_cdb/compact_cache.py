@@ -99,15 +99,11 @@ class CompactCache(DepthCache):
         keys, values = both.unflatten(0, (2, -1))
         return keys[None], values[None]
 
-    def stretches(self, index: int) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    def stretches(self, index: int) -> list[list[torch.Tensor]]:
         """Keys and values `[1, kv heads, positions, head dim]` that span `index` of `split` reads: of the tokens that
         left before, and of the slot of its loop. Views, nothing is copied."""
         _, layer = self._reading
-        places = self.places
-        number, early = int(places.numbers[index]), int(places.early[index])
-        left = self.arrays.array(number, self.policy.slots)[layer, :, :early].unflatten(0, (2, 1, -1))
-        slot = self.arrays.array(number, int(places.columns[index]))[layer].unflatten(0, (2, 1, -1))
-        return (left[0], left[1]), (slot[0], slot[1])
+        return [[both[layer] for both in stretch] for stretch in self.places.stretches(index)]
 
 
 class _CompactPlaces(Places):
@@ -129,6 +125,7 @@ class _CompactPlaces(Places):
         self, spans: Spans, numbers: numpy.ndarray, begin: numpy.ndarray, arrays: SlotArrays, adapter: LoopAdapter
     ):
         self._spans, self._arrays, self.numbers = spans, arrays, numbers
+        self._stretches: dict[int, tuple[tuple[torch.Tensor, ...], ...]] = {}
         self._device, self._dtype, self._heads = adapter.device, adapter.dtype, arrays.heads
         self._row_bytes = self._heads * adapter.head_dim * adapter.dtype.itemsize
         self.columns, self.early = spans.loop - 1, arrays.early[numbers, spans.loop]
@@ -155,6 +152,15 @@ class _CompactPlaces(Places):
         shifts = self.firsts[indices, None] - early
         rows = numpy.where(places < early, self._lefts[indices, None], shifts) + places
         return rows, partial(numpy.take, self._arrays.positions, rows)
+
+    def stretches(self, index: int) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """The same for all layers, `[layers, 1, kv heads, positions, head dim]`, made once a launch."""
+        if index not in self._stretches:
+            number, column = int(self.numbers[index]), int(self.columns[index])
+            left = self._arrays.array(number, self._arrays.loops)[:, :, : int(self.early[index])]
+            slot = self._arrays.array(number, column)
+            self._stretches[index] = tuple(x.unflatten(1, (2, 1, -1)).unbind(1) for x in (left, slot))
+        return self._stretches[index]
 
     def sorted_entries(self, index: int, least: int) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
         """What span `index` reads from position `least` on, in the order of positions, as `SlotArrays.rows` takes

@@ -31,13 +31,12 @@ def attend_split(query: torch.Tensor, cache: CompactCache, indices: Sequence[int
         scaling: factor on the scores.
     """
     own, parts = query.dtype, ([], [])
-    firsts = cache.bound.first
-    for index in indices:
-        # The heads that share a key are as good as queries of it: [1, kv heads, heads of each, head dim].
-        grouped = query[:, :, firsts[index]].unflatten(1, (cache.adapter.kv_heads, -1))
-        grouped = grouped.to(attention_dtype(query))
+    queries = query[0].transpose(0, 1)[cache.bound.first[indices]]
+    # The heads that share a key are as good as queries of it: [1, kv heads, heads of each, head dim] for every span.
+    grouped = queries.unflatten(1, (cache.adapter.kv_heads, -1)).to(attention_dtype(query))
+    for index, one in zip(indices, grouped.split(1), strict=True):
         for part, (key, value) in zip(parts, cache.stretches(index), strict=True):
-            part.append(_kernel(grouped, key.to(grouped.dtype), value.to(grouped.dtype), scale=scaling))
+            part.append(_kernel(one, key.to(one.dtype), value.to(one.dtype), scale=scaling))
     (left, left_sums), (slot, slot_sums) = ([torch.cat(x) for x in zip(*part, strict=True)] for part in parts)
     share = torch.sigmoid(left_sums - slot_sums)[..., None]
     return torch.lerp(slot, left, share.to(slot.dtype)).flatten(1, 2).to(own)
