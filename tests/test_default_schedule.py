@@ -32,6 +32,7 @@ class PlainSchedule:
         self.width, self.refill, self.least = max_num_seqs, refill, min_coda_batch
         self.lookahead, self.budget, self.chunk, self.min_depth = lookahead, budget, chunk, min_depth
         self.rows, self.time = [], 0
+        self.ending = False  # a cohort is in the coda of one token until all of its rows are through
 
     def add(self, key, prompt, cost):
         self.rows.append(PlainRow(key, prompt, cost, 0))
@@ -65,10 +66,11 @@ class PlainSchedule:
     def next(self):
         """(stage, keys, depths, pieces), or None."""
         self.admit()
-        if self.standing("prelude"):
+        self.ending = self.ending and bool(self.standing("coda"))
+        if self.standing("prelude") and not self.ending:
             stage = "prelude"
-        elif self.coda_is_due():
-            stage = "coda"
+        elif self.ending or self.coda_is_due():
+            stage, self.ending = "coda", not self.refill
         elif self.standing("loop"):
             stage = "loop"
         else:

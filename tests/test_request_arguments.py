@@ -150,7 +150,7 @@ def test_what_a_request_leaves_out_may_stand_in_the_config_of_the_model():
     assert_clean(manager)
 
 
-@pytest.mark.parametrize("value", [5, "ab", None, {}, iter([[3]])], ids=str)
+@pytest.mark.parametrize("value", [5, "ab", None, {}, iter([[3]])], ids=["number", "text", "none", "dict", "iterator"])
 def test_what_is_no_list_of_prompts(value):
     for call in (CDBManager(shared_model(), cdb=GATE).add_requests, shared_model().generate_batch):
         options = {"cdb": GATE} if call == shared_model().generate_batch else {}
