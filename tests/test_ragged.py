@@ -180,7 +180,7 @@ def keys_and_values(engine, key, positions):
     if len(outer) and not segment.short:  # a head is one stretch
         outer = outer.view(len(outer), engine.cache._heads, segment.capacity, -1).transpose(1, 2)
     outer = outer[:, :positions]
-    core = engine.cache._entries(segment)[..., :positions, :].clone()
+    core = engine.cache._core_entries(segment)[..., :positions, :].clone()
     for position in range(positions if segment.short else 0):  # slots that are read from the one before
         last = engine.cache._written[segment.core + position]
         core[:, last + 1 :, :, position] = core[:, last : last + 1, :, position]

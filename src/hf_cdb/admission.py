@@ -26,6 +26,7 @@ class Row:
     in_prompt: bool = True
     leaving: bool = False  # with lookahead: a signal said so, and the next loop is the last
     waited: int = 0  # launches of the core that went by while the row waited for the coda
+    first: int = 0  # position at which its prompt begins to run; the entries before it are copied
 
 
 class WaitingRows:

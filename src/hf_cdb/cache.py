@@ -3,7 +3,7 @@
 Every request holds one stretch of a pool: for each core layer and position as many entries as the KV policy has slots.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy
 import torch
@@ -115,6 +115,36 @@ class DepthCache(Cache):
             self._pools["core"].release(segment.core, self._rows("core", segment.capacity))
             self._pools["outer"].release(segment.outer, self._rows("outer", segment.capacity))
 
+    def copy_prefix(self, source: Hashable, target: Hashable, positions: int) -> None:
+        """Copy the entries of the first `positions` positions, of all layers and slots, from one request to another.
+
+        They have to be those of a prompt: what leaves early is noted elsewhere.
+        """
+        own, others = self._segments[target], self._segments[source]
+        for kind in self._pools:
+            self._entries(kind, own)[:, :, :positions].copy_(self._entries(kind, others)[:, :, :positions])
+
+    def keep_prefix(self, key: Hashable, kept: Hashable, positions: int) -> None:
+        """Free request `key` but for its first `positions` positions, which stay under the key `kept`.
+
+        Layer by layer, so that it takes no more memory than the request had.
+        """
+        segment = self._segments[key]
+        self.free(key)
+        self.allocate(kept, positions)  # into a gap: there is one as large as the request's
+        for kind in self._pools:
+            old, new = (self._entries(kind, own)[:, :, :positions] for own in (segment, self._segments[kept]))
+            for layer in range(len(old)):
+                new[layer] = old[layer].clone()
+
+    def _entries(self, kind: str, segment: Segment) -> torch.Tensor:
+        """All that a request holds: a view `[layers, slots, capacity, 2 * kv heads, head dim]`."""
+        rows = self._pools[kind].tensor.narrow(1, getattr(segment, kind), self._rows(kind, segment.capacity))
+        slots, capacity, size = self._rows(kind, 1), segment.capacity, self.adapter.head_dim
+        if segment.short:
+            return rows.view(len(rows), slots, capacity, self._heads, size)
+        return rows.view(len(rows), slots, self._heads, capacity, size).transpose(2, 3)
+
     def bind(self, spans: Spans) -> None:
         """Address the coming calls of `update`: the tokens of the launch are these spans, one after the other."""
         self.bound = spans
@@ -215,7 +245,7 @@ class DepthCache(Cache):
         if segment.short and self.flash is None:
             self._written[segment.core + position] = unwritten[0] - 1
             return
-        entries = self._entries(segment)[..., position, :]
+        entries = self._core_entries(segment)[..., position, :]
         entries[:, unwritten[0] :] = entries[:, self.policy.slot(depth), None]
 
     def leave(self, keys: Sequence[int], positions: Sequence[int], depths: Sequence[int]) -> None:
@@ -228,12 +258,12 @@ class DepthCache(Cache):
         of many positions reads views."""
         unwritten = self.policy.unwritten(depth)
         if unwritten and len(positions):
-            entries = self._entries(self._segments[key])
+            entries = self._core_entries(self._segments[key])
             kept = entries[:, self.policy.slot(depth)].index_select(2, positions)
             for slot in unwritten:
                 entries[:, slot].index_copy_(2, positions, kept)
 
-    def _entries(self, segment: Segment) -> torch.Tensor:
+    def _core_entries(self, segment: Segment) -> torch.Tensor:
         """What a request holds for the core, `[layers, slots, heads, capacity, width]`: a view. In short requests the
         heads are one, as wide as all of them."""
         rows = self._pools["core"].tensor.narrow(1, segment.core, self._rows("core", segment.capacity))

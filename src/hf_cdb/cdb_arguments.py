@@ -11,6 +11,7 @@ __all__ = ["add_cdb_arguments", "cdb_settings", "json_object"]
 
 
 def bytes_or_share(text: str) -> int | float:
+    """`max_kv_memory` from the command line: digits are bytes, anything else is a share. Its name stands in errors."""
     return int(text) if text.isdecimal() else float(text)
 
 

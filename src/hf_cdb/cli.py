@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from . import calibrate_command, trace_command
-from .bench import overhead, predict, quick, schedule, serve, simulate, soak, step, throughput
+from .bench import overhead, predict, prefix, quick, schedule, serve, simulate, soak, step, throughput
 from .evaluation import command as evaluation_command
 from .hub import command as hub_command
 from .offline import command as offline_command
@@ -43,6 +43,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "soak": ("many requests with cancels and faults through the manager, each checked", soak.add_arguments),
         "overhead": ("time of a launch that the engine takes itself", overhead.add_arguments),
         "predict": ("what cards that are not here would do, from their rooflines", predict.add_arguments),
+        "prefix": ("prompts that begin alike: computing what they share once", prefix.add_arguments),
     },
 }
 PLAIN: dict[str, Command] = {

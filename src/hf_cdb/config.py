@@ -17,7 +17,7 @@ from .exit_heads import ExitHead, head_for
 from .exits import RULES, ArgmaxStability, ExitRule, make_rule
 from .kv_policy import POLICIES
 
-__all__ = ["CDBConfig", "rule_name", "saved_settings"]
+__all__ = ["CDBConfig", "is_integer", "rule_name", "saved_settings"]
 
 LAYOUTS = ("dense", "compact")
 
@@ -56,6 +56,8 @@ class CDBConfig:
             free memory (a float up to 1). Gaps that ended requests leave in the pool come on top.
         max_overtakes: prompts that may start before the first one in the line while that has to wait for room in
             `max_kv_memory`; 0: strictly in order.
+        prefix_reuse: compute what prompts share at their beginning once, and copy it: True, False, or "auto": where
+            the KV policy allows it, as `last_exited` does.
         exit_depths: for `replay`, a depth per row and new token; the first of every row is R.
         seeds: for sampling, a seed per prompt, which alone decides the row's noise.
         token_limits: new tokens at most, for every prompt, beside the limit of the call; a row that reaches its own
@@ -88,6 +90,7 @@ class CDBConfig:
     prefill_exit: bool = False
     max_kv_memory: int | float | None = None
     max_overtakes: int = 0
+    prefix_reuse: bool | str = "auto"
     exit_depths: Any = None
     seeds: Sequence[int] | None = None
     token_limits: Sequence[int] | None = None
@@ -106,8 +109,9 @@ class CDBConfig:
         for name in ("refill", "prefill_exit", "compile", "trace", "progress"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose True or False.")
-        if not isinstance(self.prepack_weights, bool) and self.prepack_weights != "auto":
-            raise ValueError(f"prepack_weights={self.prepack_weights!r}: choose True, False or 'auto'.")
+        for name in ("prefix_reuse", "prepack_weights"):
+            if not isinstance(getattr(self, name), bool) and getattr(self, name) != "auto":
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose True, False or 'auto'.")
         if isinstance(self.lookahead, bool) or self.lookahead not in (0, 1):
             raise ValueError(
                 f"lookahead={self.lookahead!r}: a decision takes effect 0 or 1 loops later. Choose 0 or 1."
@@ -136,18 +140,18 @@ class CDBConfig:
             object.__setattr__(self, "exit_depths", _rows_of_integers("exit_depths", self.exit_depths))
         if self.seeds is not None:
             seeds = _plain(self.seeds)
-            if not isinstance(seeds, list | tuple) or not all(_is_integer(seed) for seed in seeds):
+            if not isinstance(seeds, list | tuple) or not all(is_integer(seed) for seed in seeds):
                 raise ValueError(f"seeds={self.seeds!r}: choose one integer per prompt.")
             object.__setattr__(self, "seeds", tuple(int(seed) for seed in seeds))
         if self.token_limits is not None:
             limits = _plain(self.token_limits)
-            if not isinstance(limits, list | tuple) or not all(_is_integer(limit) and limit > 0 for limit in limits):
+            if not isinstance(limits, list | tuple) or not all(is_integer(limit) and limit > 0 for limit in limits):
                 raise ValueError(f"token_limits={self.token_limits!r}: choose one positive integer per prompt.")
             object.__setattr__(self, "token_limits", tuple(int(limit) for limit in limits))
 
     def _take_integer(self, name: str, least: int = 1) -> None:
         value = getattr(self, name)
-        if not _is_integer(value) or value < least:
+        if not is_integer(value) or value < least:
             raise ValueError(f"{name}={value!r}: choose an integer of at least {least}.")
         object.__setattr__(self, name, int(value))
 
@@ -181,7 +185,6 @@ class CDBConfig:
                 f"exit_rule={rule!r} with exit_depths={'given' if self.exit_depths is not None else None}: the depths "
                 "to replay and exit_rule='replay' need each other. Pass both or none."
             )
-
         if rule == "replay" and self.prefill_exit:
             raise ValueError(
                 "prefill_exit=True beside exit_rule='replay': exit_depths has depths of new tokens and none of the "
@@ -358,7 +361,28 @@ class CDBConfig:
         if reason is not None:
             logger.warning_once(f"Nothing can leave early: {reason}")
         return dataclasses.replace(
-            self, max_depth=depth, exit_rule=rule, exit_threshold=None, quality=None, exit_depths=None, kv_policy=policy
+            self,
+            max_depth=depth,
+            exit_rule=rule,
+            exit_threshold=None,
+            quality=None,
+            exit_depths=None,
+            kv_policy=policy,
+            prefix_reuse=self._reuses_prefixes(policy),
+        )
+
+    def _reuses_prefixes(self, policy: str) -> bool:
+        """Whether prompts share what they have in common under this KV policy."""
+        if self.prefix_reuse is True and self.prefill_exit:
+            raise ValueError(
+                "prefix_reuse=True with prefill_exit=True: positions leave at depths of their own, so prompts have "
+                "nothing in common. Leave one of them out."
+            )
+        if policy == "last_exited" or self.prefix_reuse is not True:
+            return policy == "last_exited" and self.prefix_reuse is not False
+        raise ValueError(
+            f"prefix_reuse=True with kv_policy={policy!r}: loops share entries there, and another prompt would read in "
+            "its first loop what the last one left. Leave it out, or choose kv_policy='last_exited'."
         )
 
     def described(self, adapter: LoopAdapter) -> dict[str, Any]:
@@ -439,7 +463,7 @@ def rule_name(rule: Any, adapter: LoopAdapter | None) -> Any:
     return "gate" if adapter.has_gate else "latent-diff"
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
     """Whether it is an integer, numpy's included."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
@@ -454,7 +478,7 @@ def _rows_of_integers(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
         rows = tuple(tuple(_plain(row)) for row in _plain(value))
     except TypeError:
         rows = ((None,),)
-    if not all(_is_integer(depth) for row in rows for depth in row):
+    if not all(is_integer(depth) for row in rows for depth in row):
         raise ValueError(f"{name}: pass integers [rows, new tokens], as nested lists or a tensor.")
     return tuple(tuple(int(depth) for depth in row) for row in rows)
 

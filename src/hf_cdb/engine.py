@@ -11,6 +11,7 @@ from .config import CDBConfig
 from .failures import errors_of_requests
 from .memory import kv_budget, whole_memory
 from .prefill_exits import PrefillExits
+from .prefix_reuse import KEPT_SHARE, PrefixReuse
 from .request import Request
 from .row_rules import RowRules
 from .row_states import RowStates
@@ -43,15 +44,20 @@ class Engine:
         self._rules = RowRules(self.rule, adapter, config.max_num_seqs)
         self._stages = Stages(adapter, config)
         self.cache = self._stages.cache
+        budget = kv_budget(config.max_kv_memory, adapter.device)
+        self._reuse: PrefixReuse | None = None
+        if config.prefix_reuse:
+            self._reuse = PrefixReuse(self.cache, kv_budget(KEPT_SHARE, adapter.device) if budget is None else budget)
         self.scheduler = Scheduler(
             config.max_num_seqs,
             refill=config.refill,
             min_coda_batch=config.min_coda_batch,
             lookahead=config.lookahead,
-            budget=kv_budget(config.max_kv_memory, adapter.device),
+            budget=budget,
             prefill_chunk_size=config.prefill_chunk_size,
             max_prefill_tokens=config.max_prefill_tokens,
             max_overtakes=config.max_overtakes,
+            prefixes=None if self._reuse is None else self._reuse.prefixes,
         )
         once, per_loop = adapter.parameter_counts()
         self.stats = CDBStats(
@@ -62,7 +68,6 @@ class Engine:
             coda=adapter.coda_parameter_count(),
             trace=Trace() if config.trace else None,
         )
-        budget = self.scheduler.budget
         self._most = whole_memory(adapter.device) if budget is None else budget  # bytes for one request
         self._requests: dict[int, Request] = {}
         self._ended: list[Request] = []
@@ -98,6 +103,8 @@ class Engine:
             priority=request.priority,
             deadline=request.deadline,
         )
+        if self._reuse is not None:
+            self._reuse.add(request)
         self._requests[request.key] = request
 
     def check(self, request: Request) -> int:
@@ -134,8 +141,11 @@ class Engine:
             )
 
     def refresh_weights(self) -> None:
-        """To be called after the model's weights have changed; until then launches may use copies of the old ones."""
+        """To be called after the model's weights have changed; until then launches may use copies of the old ones, and
+        prompts what the old ones computed."""
         self._stages.refresh_weights()
+        if self._reuse is not None:
+            self._reuse.clear()
 
     def cancel(self, key: int) -> None:
         """End a request where it is; its tokens so far stay in it.
@@ -163,6 +173,8 @@ class Engine:
         """Cancel every request that is left: no keys or values stay behind."""
         for key in list(self._requests):
             self.cancel(key)
+        if self._reuse is not None:
+            self._reuse.clear()
 
     @torch.no_grad()
     def step(self) -> Launch | None:
@@ -178,10 +190,14 @@ class Engine:
             return None
         queues = None if trace is None else self.scheduler.queues
         try:
+            if self._reuse is not None and self._reuse.pending:
+                self._copy_prefixes(self._reuse)
             batch = self._batch(launch)
             flags = self._run_ahead(batch) if self.config.lookahead else self._run_and_read(batch)
         except BaseException as error:
             self._pending = None
+            if self._reuse is not None:
+                self._reuse.clear()
             for request in list(self._requests.values()):
                 self.fail(request, error)
             for key in launch.keys:
@@ -255,6 +271,12 @@ class Engine:
         stats.kv_bytes = max(stats.kv_bytes, self.cache.core_bytes)
         stats.kv_bytes_reserved = max(stats.kv_bytes_reserved, self.cache.reserved_bytes)
 
+    def _copy_prefixes(self, reuse: PrefixReuse) -> None:
+        """Rows whose prompts begin like others get what those have computed."""
+        reuse.free()
+        self._admit(reuse.targets(self._requests))
+        self.stats.reused_positions += reuse.copy()
+
     def _loop(self, batch: Batch) -> Signal:
         """Every row runs one loop more, each at its own depth; then the rule looks at the rows that decode."""
         if not batch.spans.tokens:  # all positions of these prompts have left
@@ -312,17 +334,18 @@ class Engine:
                 self.stats.depths[depth] += 1
                 row.exit_depths.append(depth)
             finished[index] = self._ends(row)
-            if not finished[index]:
-                if len(row.tokens) > 1:
-                    left.append((row.key, row.start, depth))
-                else:
-                    row.release()
-                row.start, row.end = row.end, row.end + 1
+            if finished[index]:
+                continue
+            if len(row.tokens) > 1:
+                left.append((row.key, row.start, depth))
+            else:
+                row.release()
+            row.advance()
         if left:
             self.cache.leave(*zip(*left, strict=True))
         for index in resumed:
             rows[index].release()
-            rows[index].start, rows[index].end = rows[index].end, rows[index].end + 1
+            rows[index].advance()
         return finished
 
     def _prompts_through(self, batch: Batch) -> list[int]:
@@ -368,6 +391,8 @@ class Engine:
     def _end(self, row: Request, status: str) -> None:
         row.status = status
         row.release()
+        if self._reuse is not None:
+            self._reuse.end(row)
         self.cache.free(row.key)
         self._requests.pop(row.key, None)
         self._ended.append(row)

@@ -16,6 +16,7 @@ class Launch:
         places: their places, each in `range(max_num_seqs)` and held for as long as the row is in flight.
         depths: for "loop" the loop that each row runs, from 1; else the loops it has run.
         pieces: for every row that is at its prompt, by key, the positions of it that it runs, `(start, end)`.
+        continued: how many of these are of a prompt that has run earlier ones in this stage.
     """
 
     stage: str
@@ -23,6 +24,7 @@ class Launch:
     places: tuple[int, ...]
     depths: tuple[int, ...]
     pieces: Mapping[int, tuple[int, int]]
+    continued: int = 0
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -43,7 +43,11 @@ class Prefill:
             wanted = [min(positions, self.chunk_size) for positions in wanted]
         if self.max_tokens is not None:
             loops_left = [row.max_depth - row.depth if stage == "loop" else 1 for row in rows]
-            remaining = [row.prompt * left - row.done for row, left in zip(rows, loops_left, strict=True)]
+            lengths = [row.prompt - row.first for row in rows]
+            remaining = [
+                length * left - (row.done - row.first)
+                for row, length, left in zip(rows, lengths, loops_left, strict=True)
+            ]
             wanted = share_out(self._left[stage], wanted, remaining)
             self._left[stage] -= sum(wanted)
         return {row.key: (row.done, row.done + size) for row, size in zip(rows, wanted, strict=True) if size}

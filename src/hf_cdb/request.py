@@ -83,6 +83,10 @@ class Request:
         """Whether no more tokens come."""
         return self.status not in ("waiting", "running")
 
+    def advance(self) -> None:
+        """The positions under way are through; the next token's is next."""
+        self.start, self.end = self.end, self.end + 1
+
     def release(self) -> None:
         """Drop the tensors that only a running request needs."""
         self.embeds = self.state = self.ragged = None

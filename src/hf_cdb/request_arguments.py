@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from transformers.generation import BaseWatermarkingConfig, GenerationConfig
 
+from .config import is_integer
+
 __all__ = ["check_kind", "check_options", "check_prompts", "shown"]
 
 
@@ -30,10 +32,6 @@ def shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
 def _is_number(value: Any) -> bool:
     """Whether it is a real number that a float can hold; nan is none."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -46,13 +44,11 @@ def _is_number(value: Any) -> bool:
 
 def _integer(least: int, most: int = 2**63 - 1) -> Kind:
     words = f"an integer of at least {least}" + ("" if most == 2**63 - 1 else f" and at most {most}")
-    return Kind(lambda value, _: _is_integer(value) and least <= value <= most, words)
+    return Kind(lambda value, _: is_integer(value) and least <= value <= most, words)
 
 
 def _number(least: float = -math.inf, most: float = math.inf, above: bool = False) -> Kind:
-    """Args:
-    above: more than `least`.
-    """
+    """A finite number from `least` to `most`; with `above` more than `least`."""
     words = "a finite number" + ("" if least == -math.inf else f" {'above' if above else 'of at least'} {least}")
     words += "" if most == math.inf else f" and at most {most}"
 
@@ -70,7 +66,7 @@ def _list(value: Any) -> Any:
 def _are_tokens(value: Any, vocab: float, least: int = 0) -> bool:
     """Whether it is a list of token ids, which may be none."""
     value = _list(value)
-    return isinstance(value, Sequence) and all(_is_integer(token) and least <= token < vocab for token in value)
+    return isinstance(value, Sequence) and all(is_integer(token) and least <= token < vocab for token in value)
 
 
 def _is_end(value: Any, vocab: float, least: int) -> bool:
@@ -134,7 +130,7 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(("do_sample", "renormalize_logits", "remove_invalid_values", "use_cache"), _FLAG),
     "eos_token_id": Kind(lambda value, _: _is_end(value, 2**63, -1), f"{_SPECIAL}, or a list of them"),
     **dict.fromkeys(("pad_token_id", "bos_token_id"), _integer(-1)),
-    "forced_bos_token_id": Kind(lambda value, vocab: _is_integer(value) and 0 <= value < vocab, "a token id"),
+    "forced_bos_token_id": Kind(lambda value, vocab: is_integer(value) and 0 <= value < vocab, "a token id"),
     "forced_eos_token_id": Kind(lambda value, vocab: _is_end(value, vocab, 0), "a token id, or a list of them"),
     **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), _TOKEN_LIST),
     "bad_words_ids": Kind(_are_words, "a list of lists of token ids, none of them empty"),
@@ -152,7 +148,7 @@ _KINDS: dict[str, Kind] = {
     "seed": _integer(-(2**63)),
     "deadline": _number(0, above=True),
     "created": _number(),
-    "priority": Kind(lambda value, _: _is_integer(value), "an integer; higher ones start first"),
+    "priority": Kind(lambda value, _: is_integer(value), "an integer; higher ones start first"),
 }
 
 

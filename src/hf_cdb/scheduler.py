@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from .admission import Deadlines, Row, WaitingRows
 from .launch import Launch
 from .prefill import Prefill
+from .prefixes import Prefixes
 
 __all__ = ["AGEING", "Launch", "Scheduler"]
 
@@ -35,6 +36,9 @@ class Scheduler:
         budget: sum of the costs of the rows in flight at most; None is no limit.
         prefill_chunk_size, max_prefill_tokens: positions of one prompt, and of all of them, in a launch; see `Prefill`.
         max_overtakes, ageing: who is admitted next; see `WaitingRows`.
+        prefixes: tells where a prompt begins to run, and which rows wait with a place for another's prompt. Its copies
+            are to be made before a launch that `next` returns. What it keeps leaves the budget to rows; None: prompts
+            share nothing.
 
     All decisions are deterministic: there is no clock and no chance. Without priorities and deadlines requests are
     admitted in the order they were added.
@@ -51,6 +55,7 @@ class Scheduler:
         max_prefill_tokens: int | None = None,
         max_overtakes: int = 0,
         ageing: int = AGEING,
+        prefixes: Prefixes | None = None,
     ):
         self.max_num_seqs = max_num_seqs
         self.refill = refill
@@ -59,6 +64,8 @@ class Scheduler:
         self.budget = budget
         self._prefill = Prefill(prefill_chunk_size, max_prefill_tokens)
         self._waiting = WaitingRows(ageing, max_overtakes)
+        self._prefixes = prefixes
+        self._following: dict[int, Row] = {}  # wait for another one's prompt
         self._entering: dict[int, Row] = {}  # ready for the prelude
         self._looping: dict[int, Row] = {}
         self._left: dict[int, Row] = {}  # ready for the coda
@@ -77,7 +84,7 @@ class Scheduler:
     @property
     def in_flight(self) -> int:
         """Rows that hold a place."""
-        return len(self._entering) + len(self._looping) + len(self._left)
+        return len(self._following) + len(self._entering) + len(self._looping) + len(self._left)
 
     @property
     def waiting(self) -> int:
@@ -86,9 +93,10 @@ class Scheduler:
 
     @property
     def queues(self) -> dict[str, int]:
-        """How many requests wait for a place, and how many rows are ready for the prelude, the loop and the coda."""
+        """How many requests wait for a place or another one's prompt, and how many rows are ready for the prelude, the
+        loop and the coda."""
         return {
-            "waiting": len(self._waiting),
+            "waiting": len(self._waiting) + len(self._following),
             "entering": len(self._entering),
             "looping": len(self._looping),
             "left": len(self._left),
@@ -142,7 +150,7 @@ class Scheduler:
             self._waiting.remove(row)
             self._forget(key)
             return
-        for rows in (self._entering, self._looping, self._left):
+        for rows in (self._following, self._entering, self._looping, self._left):
             rows.pop(key, None)
         self._release(row)
 
@@ -162,6 +170,8 @@ class Scheduler:
         """
         if self._launched is not None:
             raise RuntimeError("commit the launch before asking for the next one.")
+        if self._following:
+            self._resume()
         self._admit()
         self._launched = self._choose()
         if self._launched is None and self.in_flight:
@@ -230,12 +240,31 @@ class Scheduler:
             return
         while self._free_places:
             room = math.inf if self.budget is None else self.budget - self._spent
+            if self._prefixes is not None:
+                room -= self._prefixes.pinned
             row = self._waiting.take(room)
             if row is None:
                 return
             row.place = self._free_places.pop()
             self._spent += row.cost
+            self._start(row)
+
+    def _start(self, row: Row) -> None:
+        """Let a row that has a place begin with its prompt, or wait for another one's."""
+        first = 0
+        if self._prefixes is not None:
+            first = self._prefixes.start(row.key, None if self.budget is None else self.budget - self._spent)
+        if first is None:
+            self._following[row.key] = row
+        else:
+            row.first = row.done = first
             self._entering[row.key] = row
+
+    def _resume(self) -> None:
+        """Let rows go on that wait for no other prompt any more."""
+        following, self._following = self._following, {}
+        for row in following.values():
+            self._start(row)
 
     def _choose(self) -> Launch | None:
         """The next launch; None where only prompts could run that have used up what they may until the next loop."""
@@ -267,6 +296,7 @@ class Scheduler:
             places=tuple([row.place for row in rows]),
             depths=tuple([row.depth + step for row in rows]),
             pieces=pieces,
+            continued=sum(row.done > row.first for row in prompts if row.key in pieces) if prompts else 0,
         )
 
     def _coda_is_due(self) -> bool:
@@ -299,6 +329,8 @@ class Scheduler:
         if finished:
             self._release(row)
             return
+        if row.in_prompt and self._prefixes is not None:
+            self._prefixes.through(row.key)
         row.depth, row.waited, row.in_prompt, row.leaving = 0, 0, False, False
         self._entering[row.key] = row
 
@@ -318,5 +350,5 @@ def _is_through(row: Row, launch: Launch) -> bool:
         _, row.done = launch.pieces[row.key]
         if row.done < row.prompt:
             return False
-        row.done = 0
+        row.done = row.first
     return True

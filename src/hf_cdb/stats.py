@@ -61,6 +61,8 @@ class CDBStats:
         widths: by stage, how many launches had each width.
         depths: how many generated tokens left after each loop; prompts give one token at full depth.
         prompt_depths: likewise positions of prompts that are through.
+        prompt_positions: positions of prompts that ran, each counted once.
+        reused_positions: those that were copied from another prompt instead, see `CDBConfig.prefix_reuse`.
         kv_bytes: keys and values of the core at the fullest moment, `kv_bytes_outer` those of the layers around it.
         kv_bytes_reserved: memory taken for both at the largest moment: gaps between requests included, and what they
             may still grow into.
@@ -81,6 +83,8 @@ class CDBStats:
     widths: dict[str, Counter] = field(default_factory=dict)
     depths: Counter = field(default_factory=Counter)
     prompt_depths: Counter = field(default_factory=Counter)
+    prompt_positions: int = 0
+    reused_positions: int = 0
     kv_bytes: int = 0
     kv_bytes_outer: int = 0
     kv_bytes_reserved: int = 0
@@ -89,7 +93,9 @@ class CDBStats:
     def record(self, launch: Launch) -> None:
         """Count a launch that has run."""
         self.launches[launch.stage] += 1
-        self.rows[launch.stage] += len(launch) - sum(start > 0 for start, _ in launch.pieces.values())
+        self.rows[launch.stage] += len(launch) - launch.continued
+        if launch.pieces and launch.stage == "prelude":
+            self.prompt_positions += sum(end - start for start, end in launch.pieces.values())
         self.widths.setdefault(launch.stage, Counter())[len(launch)] += 1
 
     def save_trace(self, path: str | Path, format: str | None = None) -> None:
@@ -169,6 +175,8 @@ class CDBStats:
             "row_loops": self.rows["loop"],
             "widths": {stage: dict(sorted(widths.items())) for stage, widths in self.widths.items()},
             "occupancy": self.occupancy,
+            "prompt_positions": self.prompt_positions,
+            "reused_positions": self.reused_positions,
             "kv_bytes": self.kv_bytes,
             "kv_bytes_outer": self.kv_bytes_outer,
             "kv_bytes_reserved": self.kv_bytes_reserved,

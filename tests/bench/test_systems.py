@@ -76,11 +76,12 @@ def test_saved_settings_that_the_benchmark_decides_itself_are_left_out():
     model = make("ouro")
     model.generation_config.cdb_config = {"exit_threshold": 0.6, "max_num_seqs": 3, "refill": False, "trace": True}
     live = Workload(PROMPTS, NEW, None)
-    assert cdb_settings(model, live) == {"exit_threshold": 0.6}
+    assert cdb_settings(model, live) == {"exit_threshold": 0.6, "prefix_reuse": False}
     assert cdb_settings(model, live, max_num_seqs=4, min_depth=2) == {
         "exit_threshold": 0.6,
         "max_num_seqs": 4,
         "min_depth": 2,
+        "prefix_reuse": False,
     }
     assert serve("refill", model, live, 2, cdb_settings(model, live)).stats.max_num_seqs == 2
 

@@ -51,7 +51,7 @@ def serve_online(
             return _through(manager, width, workload, arrivals)
     if name == "manager":
         names = ("max_num_seqs", "min_coda_batch", "prefill_chunk_size")
-        cdb = {"exit_rule": "never", **{name: getattr(settings, name) for name in names}}
+        cdb = {"exit_rule": "never", "prefix_reuse": False, **{name: getattr(settings, name) for name in names}}
         with model.init_continuous_batching(cdb=cdb) as manager:
             return _through(manager, width, workload, arrivals, replay=True)
     if name == "full":

@@ -58,6 +58,7 @@ def serve_arrivals(
         min_coda_batch=settings.min_coda_batch,
         prefill_chunk_size=settings.prefill_chunk_size,
         max_prefill_tokens=settings.max_prefill_tokens,
+        prefix_reuse=False,  # bounds and simulation count every prompt
         trace=trace,
     )
     engine = Engine(adapter, config.resolve(adapter))

@@ -85,13 +85,15 @@ def serve(name: str, model: PreTrainedModel, workload: Workload, width: int, set
 def cdb_settings(model: PreTrainedModel, workload: Workload, **asked: Any) -> dict[str, Any]:
     """Settings of the cdb systems: replay where the workload has depths, else the model's saved ones about exits.
 
+    Prompts share nothing unless asked: what stands beside them, and the bounds, count every prompt.
+
     Args:
         asked: settings that go before these; None is not asked.
 
     Raises:
         ValueError: settings of an exit rule beside depths to replay, or a lookahead that these depths cannot have.
     """
-    asked = {name: value for name, value in asked.items() if value is not None}
+    asked = {"prefix_reuse": False, **{name: value for name, value in asked.items() if value is not None}}
     check_settings(asked, replayed=workload.depths is not None)
     if workload.depths is None:
         adapter = adapter_for(model)
