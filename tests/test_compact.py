@@ -7,6 +7,7 @@ import torch
 from hf_cdb import CDBConfig, enable_cdb
 from hf_cdb.adapters import adapter_for
 from hf_cdb.attention import depth_attention
+from hf_cdb.cache import DepthCache
 from hf_cdb.compact_cache import CompactCache
 from hf_cdb.engine import Engine
 from hf_cdb.kv_policy import KVPolicy
@@ -15,7 +16,7 @@ from hf_cdb.request import Request
 from hf_cdb.sampling import Sampler
 from hf_cdb.spans import Spans
 
-from . import test_engine, test_ragged
+from . import test_engine, test_prefix_reuse, test_ragged
 from .pairwise import pairwise
 from .test_engine import LENGTHS, THRESHOLDS, model_of, run_toy
 from .tiny import assert_close, left_pad, prompts, random_huginn, random_ouro
@@ -240,6 +241,88 @@ def test_a_request_goes_on(name, prefill_exit, short, monkeypatch):
         assert_close(torch.stack(one.logits), torch.stack(other.logits), 1e-6)
 
 
+PREFIXES = [
+    (case, [*SHORT][index % 3], ["lazy", "growing"][index // 2 % 2])
+    for index, case in enumerate(test_prefix_reuse.CASES)
+]
+
+
+@pytest.mark.parametrize(("case", "short", "pool"), PREFIXES, ids=str)
+def test_prompts_that_begin_alike(case, short, pool, monkeypatch):
+    choose(monkeypatch, short, pool)
+    test_prefix_reuse.test_rows_equal_the_oracle_whatever_the_schedule({**case, **COMPACT})
+
+
+def entries_of(engine, key):
+    """By array of a request the positions, and the entries `[layers, heads, positions, head dim]`; then those of the
+    layers around the loop. What left early in the order of positions, with the number that left by each loop."""
+    arrays, number = engine.cache.arrays, engine.cache._segments[key].core
+    parts = []
+    for column in range(arrays.loops + 1):
+        first, used = int(arrays.first[number, column]), int(arrays.used[number, column])
+        positions = torch.from_numpy(arrays.positions[first : first + used])
+        order = positions.argsort() if column == arrays.loops else slice(None)
+        parts.append((positions[order].tolist(), arrays.array(number, column)[:, :, order].clone()))
+    parts[-1][0].extend(arrays.early[number].tolist())
+    outer = engine.cache._entries("outer", engine.cache._segments[key])
+    return parts, outer[:, 0].clone()
+
+
+@pytest.mark.parametrize("short", SHORT)
+@pytest.mark.parametrize("pool", ["lazy", "growing"])
+@pytest.mark.parametrize(("name", "threshold"), [("ouro", 0.25), ("huginn", 0.1)])
+def test_what_is_copied_is_what_would_have_been_written(name, threshold, pool, short, monkeypatch):
+    """From a request that has generated meanwhile, then from what is kept: every entry is that of the request alone,
+    and what is kept takes R entries a position and not one more."""
+    choose(monkeypatch, short, pool)
+    model, shared = test_prefix_reuse.model_of(name), test_prefix_reuse.SHARED
+    rows = test_prefix_reuse.begin_alike(3, 9, 5)
+    settings = {"exit_threshold": threshold, "max_num_seqs": 2, "prefill_chunk_size": 32, **COMPACT}
+    engine, requests = test_prefix_reuse.engine_of(model, rows, 9, **settings)
+
+    def step_until(engine, request, tokens):
+        while len(request.tokens) < tokens:
+            engine.step()
+
+    def check_against_the_request_alone(request):
+        alone, (own,) = test_prefix_reuse.engine_of(model, rows[request.key : request.key + 1], 9, **settings)
+        alone.add_request(own)
+        step_until(alone, own, 5)
+        assert (request.tokens, request.exit_depths) == (own.tokens, own.exit_depths)
+        (core, outer), (expected, expected_outer) = entries_of(engine, request.key), entries_of(alone, 0)
+        for (positions, entries), (others, expected_entries) in zip(core, expected, strict=True):
+            assert positions == others
+            assert_close(entries, expected_entries, 1e-9)
+        assert_close(outer[:, : own.end - 1], expected_outer[:, : own.end - 1], 1e-9)
+
+    engine.add_request(requests[0])
+    step_until(engine, requests[0], 6)
+    assert len(set(requests[0].exit_depths[1:])) > 1
+    engine.add_request(requests[1])
+    step_until(engine, requests[1], 5)
+    assert engine.stats.reused_positions == shared
+    assert len(set(requests[1].exit_depths[1:])) > 1
+    check_against_the_request_alone(requests[1])
+    (core, outer), slots = entries_of(engine, 1), engine.cache.policy.slots
+    engine.run()
+
+    (kept,) = engine.cache._segments
+    kept_core, kept_outer = entries_of(engine, kept)
+    for (_, entries), (positions, own) in zip(core[:slots], kept_core[:slots], strict=True):
+        assert positions == list(range(shared))
+        assert torch.equal(own, entries[:, :, :shared])
+    assert torch.equal(kept_outer, outer[:, :shared])
+    assert engine.cache.arrays.entries == slots * shared
+    assert engine.cache.core_bytes + engine.cache.outer_bytes == engine._reuse.prefixes.kept_bytes
+    engine.add_request(requests[2])
+    step_until(engine, requests[2], 5)
+    assert engine.stats.reused_positions == 2 * shared
+    check_against_the_request_alone(requests[2])
+    engine.run()
+    engine.close()
+    assert engine.cache.core_bytes == engine.cache.outer_bytes == engine.cache.arrays.held == 0
+
+
 @pytest.mark.parametrize("pool", ["lazy", "growing"])
 def test_nothing_stays_after_cancels_and_errors(pool, monkeypatch):
     choose(monkeypatch, "mixed", pool)
@@ -283,7 +366,7 @@ def test_a_compiled_loop(monkeypatch):
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match=r"kv_layout='compcat' is unknown; did you mean 'compact'\?.*dense, compact"):
+    with pytest.raises(ValueError, match=r"kv_layout='compcat' is unknown; did you mean 'compact'\?.*dense, compact, auto"):
         CDBConfig(kv_layout="compcat")
     with pytest.raises(ValueError, match=r"kv_layout=\['compact'\] is unknown"):
         CDBConfig(kv_layout=["compact"])
@@ -299,7 +382,18 @@ def test_flash_is_refused(monkeypatch):
         run_toy(ToyModel(), [toy_prompt(1, 3)], 2, kv_layout="compact")
 
 
+def test_auto_is_compact_where_memory_is_bounded():
+    model, rows = ToyModel(), [toy_prompt(1, 3, 4), toy_prompt(2, 5)]
+    kinds = []
+    for settings in ({}, {"max_kv_memory": 10**6}):
+        running, engine = run_toy(model, rows, 6, kv_layout="auto", **settings)
+        kinds.append(type(engine.cache))
+        for request in running:
+            assert request.tokens == predict(model.config, request.prompt_ids.tolist(), 6).tokens
+    assert kinds == [DepthCache, CompactCache]
+
+
 def test_dense_stays_the_default():
-    _, engine = run_toy(ToyModel(), [toy_prompt(1, 3)], 2)
+    _, engine = run_toy(ToyModel(), [toy_prompt(1, 3)], 2, max_kv_memory=10**6)
     assert not isinstance(engine.cache, CompactCache)
     assert type(engine.cache._pools["core"]) is Pool

@@ -1,5 +1,6 @@
 """The arrays hold what a plain table of positions and loops holds, whatever order requests append and leave in."""
 
+import mmap
 import random
 
 import numpy
@@ -26,9 +27,21 @@ class Table:
     def __init__(self, arrays, name, capacity, short):
         self.arrays, self.name, self.capacity = arrays, name, capacity
         self.number, self.depths, self.loop = arrays.add(capacity, short), [], 0
+        self.prompt, self.copied = 0, []  # positions of the prompt; whose the first of them are
 
     def value(self, position, loop):
-        return 1e6 * self.name + 1e2 * position + loop
+        return 1e6 * (self.copied[position] if position < len(self.copied) else self.name) + 1e2 * position + loop
+
+    def copy(self, source, count):
+        """Begin with what another request has."""
+        self.arrays.copy_front(source.number, self.number, count)
+        self.copied = [*source.copied, *[source.name] * count][:count]
+        self.depths = [LOOPS] * count
+
+    def keep(self, count):
+        """End, but for the beginning of the prompt."""
+        self.arrays.keep_front(self.number, count)
+        self.depths, self.loop, self.prompt = [LOOPS] * count, 0, count
 
     def check(self, loop, end):
         """What a query at `loop` reads: one entry for each of `end` positions, of the loop or of an earlier exit."""
@@ -66,14 +79,20 @@ def run(arrays, tables, starts, ends, loops):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_requests_against_a_plain_table(kind, seed):
-    """Short and long requests at any loops, whose tokens leave alone and together; some end, others come."""
-    rng, arrays, alive, names = random.Random(seed), make(kind), [], iter(range(1, 1000))
+    """Short and long requests at any loops, whose tokens leave alone and together; some end, others come, and begin
+    with what is there of others or was kept of them."""
+    rng, arrays, alive, kept, names = random.Random(seed), make(kind), [], [], iter(range(1, 1000))
     for _ in range(120):
         if len(alive) < 5 and rng.random() < 0.4:
             table = Table(arrays, next(names), rng.randint(4, 40), rng.random() < 0.5)
-            prompt, chunk = rng.randint(1, table.capacity - 2), rng.randint(1, 9)
+            table.prompt = prompt = rng.randint(2, table.capacity - 2)
+            chunk = rng.randint(1, 9)
+            if (alive or kept) and rng.random() < 0.6:
+                source = rng.choice([*alive, *kept])
+                table.copy(source, rng.randint(1, min(prompt - 1, source.prompt)))
+            copied = len(table.copied)
             for loop in range(1, LOOPS + 1):
-                for start in range(0, prompt, chunk):
+                for start in range(copied, prompt, chunk):
                     end = min(start + chunk, prompt)
                     run(arrays, [table], [start], [end], [loop])
                     table.check(loop, end)
@@ -96,11 +115,19 @@ def test_random_requests_against_a_plain_table(kind, seed):
             table.depths.append(table.loop)
             table.loop = 0
             table.check(LOOPS, len(table.depths))
-        assert arrays.entries == sum(sum(t.depths) + t.loop for t in alive)
         for table in [t for t in alive if len(t.depths) == t.capacity or rng.random() < 0.05]:
-            arrays.drop(table.number)
             alive.remove(table)
-    for table in alive:
+            if rng.random() < 0.5:
+                arrays.drop(table.number)
+            else:
+                table.keep(rng.randint(1, table.prompt))
+                kept.append(table)
+            if len(kept) > 3:
+                arrays.drop(kept.pop(rng.randrange(3)).number)
+        assert arrays.entries == sum(sum(t.depths) + t.loop for t in [*alive, *kept])
+        for table, loop in ((table, loop) for table in kept for loop in range(1, LOOPS + 1)):
+            table.check(loop, table.prompt)
+    for table in [*alive, *kept]:
         arrays.drop(table.number)
     assert arrays.entries == arrays.held == 0
     assert arrays.pool._free == [(0, arrays.pool.tensor.shape[1])]
@@ -174,6 +201,26 @@ def test_a_growing_pool_stays_tight():
         table.check(LOOPS, len(table.depths))
     assert sum(ratios) / len(ratios) < 1.25
     assert sorted(ratios)[len(ratios) * 9 // 10] < 1.3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_kept_has_no_slack(kind):
+    """Rows for the positions that stay and no others; to the page, in memory that is mapped so."""
+    arrays = make(kind, size=mmap.PAGESIZE // 8)  # an entry of a head is a page
+    for short in (True, False):
+        table = Table(arrays, 1, 100, short)
+        for loop in range(1, LOOPS + 1):
+            run(arrays, [table], [0], [50], [loop])
+        table.depths = [LOOPS] * 50
+        run(arrays, [table], [50], [51], [1])
+        arrays.leave(numpy.array([table.number]), numpy.array([50]), numpy.array([1]))
+        table.keep(20)
+        table.check(LOOPS, 20)
+        assert arrays.held == LOOPS * 20
+        if kind == "lazy":
+            assert arrays.reserved_bytes == LOOPS * 20 * arrays.pool.row_bytes
+        arrays.drop(table.number)
+        assert arrays.entries == arrays.held == 0
 
 
 @pytest.mark.skipif(not LazyPool.serves(torch.device("cpu")), reason="this system does not map memory by the page")

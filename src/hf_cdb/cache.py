@@ -133,9 +133,14 @@ class DepthCache(Cache):
         self.free(key)
         self.allocate(kept, positions)  # into a gap: there is one as large as the request's
         for kind in self._pools:
-            old, new = (self._entries(kind, own)[:, :, :positions] for own in (segment, self._segments[kept]))
-            for layer in range(len(old)):
-                new[layer] = old[layer].clone()
+            self._shift(kind, segment, self._segments[kept])
+
+    def _shift(self, kind: str, source: Segment, target: Segment) -> None:
+        """Copy what `target` has room for within a pool, layer by layer, since they may overlap."""
+        new = self._entries(kind, target)
+        old = self._entries(kind, source)[:, :, : target.capacity]
+        for layer in range(len(old)):
+            new[layer] = old[layer].clone()
 
     def _entries(self, kind: str, segment: Segment) -> torch.Tensor:
         """All that a request holds: a view `[layers, slots, capacity, 2 * kv heads, head dim]`."""

@@ -1,6 +1,6 @@
 """The cache whose memory follows depth: `kv_layout="compact"`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import numpy
@@ -61,6 +61,20 @@ class CompactCache(DepthCache):
         if segment is not None:
             self.arrays.drop(segment.core)
             self._pools["outer"].release(segment.outer, segment.capacity)
+
+    def copy_prefix(self, source: Hashable, target: Hashable, positions: int) -> None:
+        own, others = self._segments[target], self._segments[source]
+        self.arrays.copy_front(others.core, own.core, positions)
+        entries = self._entries("outer", own)
+        entries[:, :, :positions].copy_(self._entries("outer", others)[:, :, :positions])
+
+    def keep_prefix(self, key: Hashable, kept: Hashable, positions: int) -> None:
+        segment, outer = self._segments.pop(key), self._pools["outer"]
+        self.arrays.keep_front(segment.core, positions)
+        outer.release(segment.outer, segment.capacity)
+        own = Segment(positions, segment.core, outer.allocate(positions), segment.short)
+        self._shift("outer", segment, own)
+        self._segments[kept] = own
 
     def fill(self, key: int, position: int, depth: int) -> None:
         self.leave([key], [position], [depth])

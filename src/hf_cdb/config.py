@@ -19,7 +19,7 @@ from .kv_policy import POLICIES
 
 __all__ = ["CDBConfig", "is_integer", "rule_name", "saved_settings"]
 
-LAYOUTS = ("dense", "compact")
+LAYOUTS = ("dense", "compact", "auto")
 
 logger = logging.get_logger(__name__)
 
@@ -42,7 +42,9 @@ class CDBConfig:
             `first_then_shared`, `modular`, or `auto`: the exact one for the model.
         kv_slots: slots of `first_then_shared` and `modular`, default 2.
         kv_layout: `dense`: room for every loop of every position; `compact`, for `last_exited`: only for the loops that
-            are run, at the price of a second stretch of memory to read for tokens that left early.
+            are run, at the price of a second stretch of memory to read for tokens that left early; `auto`: compact
+            where `max_kv_memory` is set, the policy is `last_exited` and the model is on the CPU, else dense. Results
+            are the same.
         max_num_seqs: rows in flight at most.
         min_coda_batch: rows that must have left before a coda runs; without refill all rows of a cohort do.
         refill: give a finished row's place to the next prompt at once; False: cohorts in lockstep.
@@ -327,11 +329,6 @@ class CDBConfig:
             raise ValueError(f"min_depth={self.min_depth} exceeds the {depth} loops of {name}. Lower it.")
         rule = rule_name(self.exit_rule, adapter)
         policy = adapter.default_kv_policy if self.kv_policy == "auto" else self.kv_policy
-        if self.kv_layout == "compact" and policy != "last_exited":
-            raise ValueError(
-                f"kv_layout='compact' with kv_policy={policy!r}: loops that share a slot overwrite each other's "
-                "entries, so there are none to leave out. Choose kv_layout='dense', or kv_policy='last_exited'."
-            )
         threshold = self.exit_threshold
         if self.quality is not None:
             settings = self.calibrated_for(adapter)
@@ -368,8 +365,22 @@ class CDBConfig:
             quality=None,
             exit_depths=None,
             kv_policy=policy,
+            kv_layout=self._resolved_layout(policy, adapter),
             prefix_reuse=self._reuses_prefixes(policy),
         )
+
+    def _resolved_layout(self, policy: str, adapter: LoopAdapter) -> str:
+        """The layout under this KV policy, "auto" resolved: compact where memory is what rows wait for, and where it
+        has been measured."""
+        if self.kv_layout == "compact" and policy != "last_exited":
+            raise ValueError(
+                f"kv_layout='compact' with kv_policy={policy!r}: loops that share a slot overwrite each other's "
+                "entries, so there are none to leave out. Choose kv_layout='dense', or kv_policy='last_exited'."
+            )
+        if self.kv_layout != "auto":
+            return self.kv_layout
+        pays = self.max_kv_memory is not None and policy == "last_exited" and adapter.device.type == "cpu"
+        return "compact" if pays else "dense"
 
     def _reuses_prefixes(self, policy: str) -> bool:
         """Whether prompts share what they have in common under this KV policy."""
@@ -399,6 +410,7 @@ class CDBConfig:
             "quality": None,  # the threshold is what it stood for
             "max_depth": resolved.max_depth,
             "kv_policy": resolved.kv_policy,
+            "kv_layout": resolved.kv_layout,
         }
 
     def _why_nothing_leaves(self, rule: ExitRule, depth: int, name: str) -> str | None:

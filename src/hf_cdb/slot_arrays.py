@@ -96,12 +96,41 @@ class SlotArrays:
 
     def drop(self, number: int) -> None:
         """Give back all that a request holds."""
-        for first, room in zip(self.first[number].tolist(), self.room[number].tolist(), strict=True):
-            if room:
-                self.pool.release(first, room)
-        for table in (self.first, self.room, self.used, self.most, self.early):
-            table[number] = 0
+        for column in range(self.loops + 1):
+            self._release(number, column)
         self._idle.append(number)
+
+    def _release(self, number: int, column: int) -> None:
+        """Give back an array, and forget what was in it."""
+        if self.room[number, column]:
+            self.pool.release(int(self.first[number, column]), int(self.room[number, column]))
+        for table in (self.first, self.room, self.used, self.most):
+            table[number, column] = 0
+        if column == self.loops:
+            self.early[number] = 0
+
+    def copy_front(self, source: int, target: int, count: int) -> None:
+        """Give a new request the first `count` positions of another, which ran all its loops there: as a slot is in
+        order, and nothing of them has left, they lie in front in every one."""
+        columns = numpy.flatnonzero(self.used[source, : self.loops])
+        sizes = numpy.full_like(columns, count)
+        self._make_room(numpy.full_like(columns, target), columns, sizes)
+        self.used[target, columns] = self.most[target, columns] = count
+        for column in columns.tolist():
+            self.array(target, column).copy_(self.array(source, column)[:, :, :count])
+        indices = numpy.arange(count)
+        self.positions[self.first[target, columns, None] + indices] = indices
+
+    def keep_front(self, number: int, count: int) -> None:
+        """Give back what a request holds beyond its first `count` positions, which ran all its loops; slot after slot,
+        so that little more memory is taken meanwhile."""
+        self._release(number, self.loops)
+        self.capacity[number] = count
+        columns = numpy.flatnonzero(self.used[number])
+        self.used[number, columns] = count
+        rooms = self._rooms(numpy.full_like(columns, number), numpy.full_like(columns, count))
+        for column, rows in zip(columns.tolist(), rooms.tolist(), strict=True):
+            self._resize(number, column, rows, rows)
 
     def extend(self, numbers: numpy.ndarray, spans: Spans) -> numpy.ndarray:
         """Make room for the entries of a launch, behind those of earlier positions; doing it again changes nothing.
@@ -209,9 +238,10 @@ class SlotArrays:
         """The entries of one array, `[layers, 2 * kv heads, used, head dim]`: a view."""
         first, room, used = (int(table[number, column]) for table in (self.first, self.room, self.used))
         rows = self.pool.tensor.narrow(1, first, room)
+        layers, _, width = rows.shape
         if self.short[number]:
-            return rows.view(len(rows), room, self.heads, -1).transpose(1, 2).narrow(2, 0, used)
-        return rows.view(len(rows), self.heads, room, -1).narrow(2, 0, used)
+            return rows.view(layers, room, self.heads, width // self.heads).transpose(1, 2).narrow(2, 0, used)
+        return rows.view(layers, self.heads, room, width // self.heads).narrow(2, 0, used)
 
     def _move(self, source: tuple[numpy.ndarray, ...], goal: tuple[numpy.ndarray, ...]) -> None:
         """Copy entries `(numbers, columns, indices)`; all are read before any is written."""
@@ -230,32 +260,34 @@ class SlotArrays:
         if not len(lacking):
             return
         numbers, columns, sizes = numbers[lacking], columns[lacking], sizes[lacking]
-        if self._lazy:
-            stretch = numpy.where(self.short[numbers], self.heads, 1) * (self.pool.tensor.shape[2] // self.heads)
-            wanted = self.pool.whole_pages(self.capacity[numbers], stretch)
-        else:
-            wanted = sizes + numpy.maximum(STEP, (sizes * GROWTH).astype(numpy.int64))
-            wanted = numpy.minimum(self.capacity[numbers], -(-wanted // STEP) * STEP)
+        wanted = self._rooms(numbers, sizes)
         more = int(wanted.sum())
         if not self._lazy and self.pool.tensor.shape[1] > (1 + 2 * SPARE) * (self.held + more):
             self._pack(more)
         for number, column, rows in zip(numbers.tolist(), columns.tolist(), wanted.tolist(), strict=True):
             if rows > self.room[number, column]:  # a launch may name one request several times
-                self._grow(number, column, rows, more)
+                self._resize(number, column, rows, more)
             more -= rows
 
-    def _grow(self, number: int, column: int, rows: int, more: int) -> None:
+    def _rooms(self, numbers: numpy.ndarray, sizes: numpy.ndarray) -> numpy.ndarray:
+        """Rows to take for arrays of `sizes` entries: for all that there may ever be, where that takes no memory."""
+        if self._lazy:
+            stretch = numpy.where(self.short[numbers], self.heads, 1) * (self.pool.tensor.shape[2] // self.heads)
+            return self.pool.whole_pages(self.capacity[numbers], stretch)
+        wanted = sizes + numpy.maximum(STEP, (sizes * GROWTH).astype(numpy.int64))
+        return numpy.minimum(self.capacity[numbers], -(-wanted // STEP) * STEP)
+
+    def _resize(self, number: int, column: int, rows: int, more: int) -> None:
         """Move an array to where it has `rows` rows; `more` with those that are going to be asked for after it."""
         first = self.pool.take(rows)
         if first is None:
             self._pack(more)
             first = self.pool.take(rows)
         before, room, used = (int(table[number, column]) for table in (self.first, self.room, self.used))
-        old = self.array(number, column) if used else None
-        self.first[number, column], self.room[number, column] = first, rows
-        if used:
-            self.array(number, column).copy_(old)
-            self.positions[first : first + used] = self.positions[before : before + used]
+        old = self.array(number, column)
+        self.first[number, column], self.room[number, column], self.most[number, column] = first, rows, used
+        self.array(number, column).copy_(old)
+        self.positions[first : first + used] = self.positions[before : before + used]
         if room:
             self.pool.release(before, room)
 
@@ -270,6 +302,7 @@ class SlotArrays:
             before, used = int(self.first[at]), int(self.used[at])
             first = self.first[at] = self.pool.take(int(self.room[at]))
             self.array(*at).copy_(entries)
+            self.most[at] = used
             self.positions[first : first + used] = recorded[before : before + used]
 
 
