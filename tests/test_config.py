@@ -92,6 +92,19 @@ def test_defaults_that_the_model_decides():
     assert RULES["confidence"].default_threshold == 0.9
 
 
+def test_the_layout_that_auto_is():
+    """Compact where memory is bounded, the policy has a slot per loop, and it has been measured: on the CPU."""
+    ouro, bounded = adapter_for(random_ouro()), {"kv_layout": "auto", "max_kv_memory": 0.5}
+    assert CDBConfig().resolve(ouro).kv_layout == "dense"
+    assert CDBConfig(max_kv_memory=0.5).resolve(ouro).kv_layout == "dense"
+    assert CDBConfig(kv_layout="auto").resolve(ouro).kv_layout == "dense"
+    assert CDBConfig(**bounded).resolve(ouro).kv_layout == "compact"
+    assert CDBConfig(**bounded).described(ouro)["kv_layout"] == "compact"
+    for policy in ("shared", "first_then_shared", "modular"):
+        assert CDBConfig(**bounded, kv_policy=policy).resolve(ouro).kv_layout == "dense"
+    assert CDBConfig(**bounded).resolve(adapter_for(random_ouro().to("meta"))).kv_layout == "dense"
+
+
 def test_true_a_dict_and_a_config():
     saved = {"exit_threshold": 0.4, "max_num_seqs": 8}
     assert CDBConfig.create(True) == CDBConfig()

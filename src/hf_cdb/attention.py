@@ -15,6 +15,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from .cache import DepthCache
 from .places import Pack
 from .precision import attention_dtype
+from .split_attention import attend_split, may_split
 from .transfer import to_device
 
 __all__ = ["DEPTH_ATTENTION", "AttentionSwitch", "depth_attention"]
@@ -51,12 +52,18 @@ def depth_attention(
         options = {"scaling": scaling, "window": sliding_window, "dropout": dropout}
         queries = query[0].transpose(0, 1)
         return places.table.attend(depth_cache.flash, queries, *depth_cache.pages(), **options)[None], None
-    if not places.single and len(places.packs) == 1:
+    if len(places.packs) == 1 and not places.single and not places.split:
         return _attend_pack(places.packs[0], query, depth_cache, scaling, sliding_window, dropout)[None], None
     parts: list[tuple[torch.Tensor | slice, torch.Tensor]] = []
     for pack in places.packs:
         parts.append((pack.tokens, _attend_pack(pack, query, depth_cache, scaling, sliding_window, dropout)))
-    for index in places.single:
+    single, split = places.single, places.split
+    if split and not may_split(query, sliding_window, dropout):
+        single, split = [*single, *split], []
+    if split:
+        tokens = torch.from_numpy(depth_cache.bound.first[split])
+        parts.append((tokens, attend_split(query, depth_cache, split, scaling)))
+    for index in single:
         spans = depth_cache.bound
         token, length = int(spans.first[index]), int(spans.lengths[index])
         if not length:
@@ -64,7 +71,8 @@ def depth_attention(
         gaps = None if spans.gaps is None else spans.gaps.get(index)
         # What a prompt that starts here reads are its own new entries, warm in the caches of the processor.
         whole = spans.start[index] == 0 and gaps is None
-        read = [x.narrow(2, token, length) for x in (key, value)] if whole else depth_cache.views(index)
+        window = sliding_window if gaps is None else None
+        read = [x.narrow(2, token, length) for x in (key, value)] if whole else depth_cache.views(index, window)
         own = _attend_span(query.narrow(2, token, length), *read, scaling, sliding_window, dropout, gaps)
         parts.append((slice(token, token + length), own[0].transpose(0, 1)))
     # Under autocast what comes out is of another dtype than the queries.

@@ -3,7 +3,7 @@
 Every request holds one stretch of a pool: for each core layer and position as many entries as the KV policy has slots.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy
 import torch
@@ -34,7 +34,12 @@ class DepthCache(Cache):
         adapter: gives sizes, dtype and device.
         policy: slot arithmetic.
         flash: `flash_attn_varlen_func`, which reads whole pages; None: rows are packed or read one by one.
+
+    Attributes:
+        grows: whether requests take memory as they go on, and not when they start.
     """
+
+    grows = False
 
     def __init__(self, adapter: LoopAdapter, policy: KVPolicy, flash: Callable | None = None):
         super().__init__(layers=[])
@@ -88,7 +93,7 @@ class DepthCache(Cache):
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the pools, gaps between requests included."""
+        """Bytes of the pools: gaps between requests, and what these may still grow into, included."""
         return sum(pool.reserved_bytes for pool in self._pools.values())
 
     def _held(self, kind: str) -> int:
@@ -108,16 +113,14 @@ class DepthCache(Cache):
         """Give request `key` room for `capacity` positions."""
         capacity = self.positions(capacity)
         core, outer = (self._take(kind, self._rows(kind, capacity)) for kind in self._pools)
-        short = capacity * self._heads * self.adapter.head_dim * self.adapter.dtype.itemsize <= SHORT_BYTES
-        short = short or self.flash is not None or self.adapter.device.type != "cpu"
-        self._segments[key] = Segment(capacity, core, outer, short)
+        self._segments[key] = Segment(capacity, core, outer, self._is_short(capacity))
         missing = self._pools["core"].tensor.shape[1] - len(self._written)
         if missing > 0:
             self._written = numpy.concatenate((self._written, numpy.empty(missing, dtype=numpy.int16)))
         self._written[core : core + capacity] = self.policy.slots - 1
 
-    def need(self, key: int, positions: int, most: int) -> int:
-        """Bytes that request `key` holds after `make_room` with the same arguments."""
+    def need(self, key: int, positions: int, most: int, saved: SavedKV | None = None) -> int:
+        """Bytes that request `key` holds after `make_room` with the same arguments, and `restore` of what was saved."""
         return self._positions_held(key, positions, most) * self.bytes_per_position()
 
     def make_room(self, key: int, positions: int, most: int) -> bool:
@@ -178,6 +181,10 @@ class DepthCache(Cache):
                 self._written[first : first + segment.capacity] = self._written[before].copy()
             setattr(segment, kind, first)
 
+    def _is_short(self, capacity: int) -> bool:
+        row_bytes = self._heads * self.adapter.head_dim * self.adapter.dtype.itemsize
+        return capacity * row_bytes <= SHORT_BYTES or self.flash is not None or self.adapter.device.type != "cpu"
+
     def free(self, key: int) -> None:
         """Take back what request `key` holds; nothing happens where it holds nothing."""
         segment = self._segments.pop(key, None)
@@ -203,9 +210,14 @@ class DepthCache(Cache):
         self.free(key)
         self.allocate(kept, positions)  # into a gap: there is one as large as the request's
         for kind in self._pools:
-            old, new = (self._entries(kind, own)[:, :, :positions] for own in (segment, self._segments[kept]))
-            for layer in range(len(old)):
-                new[layer] = old[layer].clone()
+            self._shift(kind, segment, self._segments[kept])
+
+    def _shift(self, kind: str, source: Segment, target: Segment) -> None:
+        """Copy what `target` has room for within a pool, layer by layer, since they may overlap."""
+        new = self._entries(kind, target)
+        old = self._entries(kind, source)[:, :, : target.capacity]
+        for layer in range(len(old)):
+            new[layer] = old[layer].clone()
 
     def _entries(self, kind: str, segment: Segment) -> torch.Tensor:
         """All that a request holds: a view `[layers, slots, capacity, 2 * kv heads, head dim]`."""
@@ -251,10 +263,14 @@ class DepthCache(Cache):
         kind, _ = self._reading
         return self._places[kind]
 
-    def views(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def views(self, index: int, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[1, kv heads, positions, head dim]` that span `index` reads: views, nothing is copied.
 
         For prompts, and for requests that are not short: only there every slot holds what is to be read.
+
+        Args:
+            index: of the span.
+            window: what lies before the last so many positions of a query is of no use; it may be there all the same.
         """
         kind, layer = self._reading
         first, segment, heads = int(self.places.firsts[index]), self.places.segments[index], self.adapter.kv_heads
@@ -313,6 +329,11 @@ class DepthCache(Cache):
             return
         entries = self._core_entries(segment)[..., position, :]
         entries[:, unwritten[0] :] = entries[:, self.policy.slot(depth), None]
+
+    def leave(self, keys: Sequence[int], positions: Sequence[int], depths: Sequence[int]) -> None:
+        """The tokens at these positions of these requests have left after these loops; see `fill`."""
+        for key, position, depth in zip(keys, positions, depths, strict=True):
+            self.fill(key, position, depth)
 
     def fill_prompt(self, key: int, positions: torch.Tensor, depth: int) -> None:
         """The same for several positions (int64, on the device) of a prompt, by copies also in short requests: a span

@@ -20,6 +20,8 @@ from .room import PREEMPTIONS
 
 __all__ = ["CDBConfig", "is_integer", "rule_name", "saved_settings"]
 
+LAYOUTS = ("dense", "compact", "auto")
+
 logger = logging.get_logger(__name__)
 
 
@@ -40,6 +42,10 @@ class CDBConfig:
         kv_policy: which keys and values stand for the loops that a token did not run: `last_exited`, `shared`,
             `first_then_shared`, `modular`, or `auto`: the exact one for the model.
         kv_slots: slots of `first_then_shared` and `modular`, default 2.
+        kv_layout: `dense`: room for every loop of every position; `compact`, for `last_exited`: only for the loops that
+            are run, at the price of a second stretch of memory to read for tokens that left early; `auto`: compact
+            where `max_kv_memory` is set, the policy is `last_exited` and the model is on the CPU, else dense. Results
+            are the same.
         max_num_seqs: rows in flight at most.
         min_coda_batch: rows that must have left before a coda runs; without refill all rows of a cohort do.
         refill: give a finished row's place to the next prompt at once; False: cohorts in lockstep.
@@ -81,6 +87,7 @@ class CDBConfig:
     lookahead: int = 0
     kv_policy: str = "auto"
     kv_slots: int | None = None
+    kv_layout: str = "dense"
     max_num_seqs: int = 64
     min_coda_batch: int = 1
     refill: bool = True
@@ -235,6 +242,12 @@ class CDBConfig:
                 "given. Drop it, or choose first_then_shared or modular."
             )
 
+        if self.kv_layout not in LAYOUTS:
+            raise ValueError(
+                f"kv_layout={self.kv_layout!r} is unknown{_nearest(self.kv_layout, LAYOUTS)} Choose one of "
+                f"{', '.join(LAYOUTS)}."
+            )
+
     @classmethod
     def create(
         cls,
@@ -367,8 +380,22 @@ class CDBConfig:
             quality=None,
             exit_depths=None,
             kv_policy=policy,
+            kv_layout=self._resolved_layout(policy, adapter),
             prefix_reuse=self._reuses_prefixes(policy),
         )
+
+    def _resolved_layout(self, policy: str, adapter: LoopAdapter) -> str:
+        """The layout under this KV policy, "auto" resolved: compact where memory is what rows wait for, and where it
+        has been measured."""
+        if self.kv_layout == "compact" and policy != "last_exited":
+            raise ValueError(
+                f"kv_layout='compact' with kv_policy={policy!r}: loops that share a slot overwrite each other's "
+                "entries, so there are none to leave out. Choose kv_layout='dense', or kv_policy='last_exited'."
+            )
+        if self.kv_layout != "auto":
+            return self.kv_layout
+        pays = self.max_kv_memory is not None and policy == "last_exited" and adapter.device.type == "cpu"
+        return "compact" if pays else "dense"
 
     def _reuses_prefixes(self, policy: str) -> bool:
         """Whether prompts share what they have in common under this KV policy."""
@@ -398,6 +425,7 @@ class CDBConfig:
             "quality": None,  # the threshold is what it stood for
             "max_depth": resolved.max_depth,
             "kv_policy": resolved.kv_policy,
+            "kv_layout": resolved.kv_layout,
         }
 
     def _why_nothing_leaves(self, rule: ExitRule, depth: int, name: str) -> str | None:

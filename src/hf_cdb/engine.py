@@ -286,6 +286,8 @@ class Engine:
         self._states.write("state", batch, state)
         if batch.ragged:
             self._prefill_exits.leave(batch, previous, state)
+        if self.cache.grows:
+            self._memory.measure()
         signal = self._decide(batch, previous, state)
         if batch.again:
             reached = [depth + self.config.lookahead for depth in batch.launch.depths]
@@ -329,6 +331,7 @@ class Engine:
         logits = self._stages.coda(spans, self._states.read("state", batch), keep)
         self._choose(rows if len(ends) == len(rows) else [rows[index] for index in ends], logits)
         finished = [False] * len(rows)
+        left: list[tuple[int, int, int]] = []  # key, position, depth
         for index in ends:
             row, depth = rows[index], batch.launch.depths[index]
             if row.error is None:
@@ -338,12 +341,13 @@ class Engine:
             if finished[index]:
                 continue
             if len(row.tokens) > 1:
-                self.cache.fill(row.key, row.start, depth)
+                left.append((row.key, row.start, depth))
             else:
                 row.release()
             row.advance()
-        for index in batch.again:
-            self.cache.fill(rows[index].key, rows[index].start, batch.launch.depths[index])
+        left += [(rows[index].key, rows[index].start, batch.launch.depths[index]) for index in batch.again]
+        if left:
+            self.cache.leave(*zip(*left, strict=True))
         for index in resumed:
             rows[index].release()
         for index in (*resumed, *batch.again):

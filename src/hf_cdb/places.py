@@ -1,5 +1,6 @@
 """Where the tokens of a launch lie in a pool of keys and values."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -47,10 +48,18 @@ class Pack:
     Attributes:
         tokens: int64 `[spans]`, their tokens in the launch; None where they are all of it, in order.
         rows: int64 `[spans, longest]`, the rows of the pool that they read, padded.
+        recorded: gives the positions `[spans, longest]` that lie in these rows; None where they are in order.
     """
 
-    def __init__(self, rows: torch.Tensor, ends: numpy.ndarray, tokens: torch.Tensor | None, dtype: torch.dtype):
-        self.rows, self.tokens = rows, tokens
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        ends: numpy.ndarray,
+        tokens: torch.Tensor | None,
+        dtype: torch.dtype,
+        recorded: Callable[[], numpy.ndarray] | None = None,
+    ):
+        self.rows, self.tokens, self.recorded = rows, tokens, recorded
         self._ends, self._dtype = ends, dtype
         self._masks: dict[int | None, torch.Tensor | None] = {}
 
@@ -64,8 +73,10 @@ class Pack:
             self._masks[window] = None
             longest, end = self.rows.shape[1], self._ends[:, None]
             if self._ends.min() < longest or (window is not None and window < longest):
-                position = numpy.arange(longest)
-                seen = position < end if window is None else (position < end) & (position >= end - window)
+                index = numpy.arange(longest)
+                seen = index < end
+                if window is not None:
+                    seen &= (index if self.recorded is None else self.recorded()) >= end - window
                 mask = torch.from_numpy(numpy.where(seen, numpy.float32(0), numpy.float32(-numpy.inf)))
                 self._masks[window] = to_device(mask.to(self._dtype), self.rows.device)[:, None, None]
         return self._masks[window]
@@ -93,6 +104,7 @@ class Places:
         position_tokens, head_tokens: int64, the tokens of the launch that these two store; None where that is all.
         packs: the spans of one position of short requests.
         single: the others, which are attended to one by one.
+        split: spans of one position that read two stretches of the pool; none in this layout.
     """
 
     def __init__(
@@ -114,8 +126,8 @@ class Places:
         self._slots = policy.slot(spans.loop) if kind == "core" else numpy.zeros_like(spans.loop)
         self.firsts = self._origins + self._slots * self._capacities
         short = numpy.array([own.short for own in segments])
-        self._address_writes(short)
-        self.packs, self.single = [], []
+        self._address_writes(short, spans.positions())
+        self.packs, self.single, self.split = [], [], []
         if not paged:
             self._share_out(short)
 
@@ -131,18 +143,19 @@ class Places:
         self.single = [] if packable.all() else numpy.flatnonzero(~packable).tolist()
         self.packs = [self._pack(indices) for indices in self._groups(numpy.flatnonzero(packable))]
 
-    def _address_writes(self, short: numpy.ndarray) -> None:
+    def _address_writes(self, short: numpy.ndarray, places: numpy.ndarray) -> None:
+        """Where every token goes: `[tokens]` places in the slot that `firsts` names."""
         self.by_position = self.by_head = self.position_tokens = self.head_tokens = None
         spans, short = self._spans, self._spans.by_token(short)
-        rows, positions = spans.by_token(self.firsts), spans.positions()
+        rows = spans.by_token(self.firsts)
         if short.all():
-            self.by_position = self._tensor(rows + positions)
+            self.by_position = self._tensor(rows + places)
             return
         capacities = spans.by_token(self._capacities)[~short, None]
         heads = (rows[~short, None]) * self._heads + numpy.arange(self._heads) * capacities
-        self.by_head = self._tensor((heads + positions[~short, None]).ravel())
+        self.by_head = self._tensor((heads + places[~short, None]).ravel())
         if short.any():
-            self.by_position = self._tensor((rows + positions)[short])
+            self.by_position = self._tensor((rows + places)[short])
             self.position_tokens = self._tensor(numpy.flatnonzero(short))
             self.head_tokens = self._tensor(numpy.flatnonzero(~short))
 
@@ -166,17 +179,23 @@ class Places:
 
     def _pack(self, indices: numpy.ndarray) -> Pack:
         ends = self._spans.end[indices]
-        longest = int(ends.max())
         # What pads is masked; it only has to be memory that has been written.
-        positions = numpy.minimum(numpy.arange(longest), ends[:, None] - 1)
-        rows = self._origins[indices, None] + positions
+        places = numpy.minimum(numpy.arange(int(ends.max())), ends[:, None] - 1)
+        rows, recorded = self._read(indices, places)
+        everything = len(indices) == len(self._spans)  # then in order
+        tokens = None if everything else self._tensor(self._spans.first[indices])
+        return Pack(self._tensor(rows), ends, tokens, self._dtype, recorded)
+
+    def _read(
+        self, indices: numpy.ndarray, places: numpy.ndarray
+    ) -> tuple[numpy.ndarray, Callable[[], numpy.ndarray] | None]:
+        """The rows of the pool with the entries `places` of what the spans `indices` read, and what gives their
+        positions where these are others."""
+        rows = self._origins[indices, None] + places
         if self._kind == "core":
             slots = numpy.minimum(self._written[rows], self._slots[indices, None])
             rows += slots * self._capacities[indices, None]
-        rows = self._tensor(rows)
-        everything = len(indices) == len(self._spans)  # then in order
-        tokens = None if everything else self._tensor(self._spans.first[indices])
-        return Pack(rows, ends, tokens, self._dtype)
+        return rows, None
 
     def _tensor(self, values: numpy.ndarray) -> torch.Tensor:
         return to_device(torch.from_numpy(values), self._device)

@@ -38,15 +38,22 @@ class Pool:
 
         Views of the tensor taken before are of no use afterwards.
         """
+        first = self.take(rows)
+        if first is not None:
+            return first
+        end = self.tensor.shape[1]
+        more = end // 4 if self.most is None else min(end // 4, self.most - end)
+        self._extend(max(rows - self._tail, more))
+        return self.allocate(rows)
+
+    def take(self, rows: int) -> int | None:
+        """First row of a segment of `rows` rows; None where no gap is large enough."""
         for index, (first, length) in enumerate(self._free):
             if length >= rows:
                 rest = (first + rows, length - rows)
                 self._free[index : index + 1] = [rest] if rest[1] else []
                 return first
-        end = self.tensor.shape[1]
-        more = end // 4 if self.most is None else min(end // 4, self.most - end)
-        self._extend(max(rows - self._tail, more))
-        return self.allocate(rows)
+        return None
 
     def has_room(self, rows: int) -> bool:
         """Whether a segment of `rows` rows finds a gap, or the tensor may grow by it."""
@@ -94,6 +101,12 @@ class Pool:
             before, length = self._free.pop(index)
             first, rows = before, length + rows
         self._free.insert(index, (first, rows))
+
+    def renew(self, rows: int) -> None:
+        """Have a new tensor of `rows` rows, all of them free."""
+        layers, _, width = self.tensor.shape
+        self.tensor = self.tensor.new_empty(layers, rows, width)
+        self._free = [(0, rows)]
 
     def _extend(self, rows: int) -> None:
         layers, held, width = self.tensor.shape

@@ -8,7 +8,7 @@ import torch
 
 from .exits import ExitRule
 from .ragged import RaggedPrompt
-from .saved_kv import SavedKV
+from .saved_kv import SavedArrays, SavedKV
 
 __all__ = ["Request"]
 
@@ -66,7 +66,7 @@ class Request:
     embeds: torch.Tensor | None = None
     state: torch.Tensor | None = None
     ragged: RaggedPrompt | None = None  # where positions of the prompt leave the loop one by one
-    saved: SavedKV | None = None  # keys and values of one that was preempted
+    saved: SavedKV | SavedArrays | None = None  # keys and values of one that was preempted
     again: bool = False  # of one that was preempted: what it had runs again, token by token
 
     @property

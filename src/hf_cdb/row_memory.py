@@ -41,7 +41,7 @@ class RowMemory:
 
     def needed(self, row: Request) -> int:
         """Bytes that a row holds which starts or comes back now."""
-        return self._cache.need(row.key, row.length, row.capacity)
+        return self._cache.need(row.key, row.length, row.capacity, row.saved)
 
     def costs(self, rows: Sequence[Request]) -> list[int]:
         """Bytes that rows hold with the token under way."""
@@ -57,10 +57,17 @@ class RowMemory:
         grew = self._grow(rows) if self.bounded else self._start(waiting)
         for row in waiting:
             row.status = "running"
+        started = [row for row in waiting if not self._restore(row)]
         if grew:
-            self._stats.kv_bytes = max(self._stats.kv_bytes, self._cache.core_bytes)
-            self._stats.kv_bytes_outer = max(self._stats.kv_bytes_outer, self._cache.outer_bytes)
-        return [row for row in waiting if not self._restore(row)]
+            self.measure()
+        return started
+
+    def measure(self) -> None:
+        """Keep the most memory that keys and values took so far."""
+        stats, cache = self._stats, self._cache
+        stats.kv_bytes = max(stats.kv_bytes, cache.core_bytes)
+        stats.kv_bytes_outer = max(stats.kv_bytes_outer, cache.outer_bytes)
+        stats.kv_bytes_reserved = max(stats.kv_bytes_reserved, cache.reserved_bytes)
 
     def preempt(self, rows: Sequence[Request]) -> None:
         """Take their room from rows at a token boundary."""

@@ -1,11 +1,12 @@
 """Keys and values of one request outside of the pool."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy
 import torch
 
-__all__ = ["SavedKV"]
+__all__ = ["SavedArrays", "SavedKV"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,40 @@ class SavedKV:
         positions = torch.arange(self.positions, device=device)
         core = self.core[:, torch.from_numpy(read.astype(numpy.int64)).to(device), positions]
         return SavedKV(core, self.outer, numpy.full_like(self.written, slots - 1))
+
+
+@dataclass(frozen=True)
+class SavedArrays:
+    """What one request has cached in the compact layout, see `SlotArrays.save`.
+
+    Attributes:
+        core: by array that has entries, `[core layers, 2 * kv heads, entries, head dim]`.
+        placed: by array their positions, int32 `[entries]`.
+        early: int64 `[R + 1]`.
+        outer: `[layers before and after the loop, 1, positions, 2 * kv heads, head dim]`.
+    """
+
+    core: Mapping[int, torch.Tensor]
+    placed: Mapping[int, numpy.ndarray]
+    early: numpy.ndarray
+    outer: torch.Tensor
+
+    @property
+    def positions(self) -> int:
+        return self.outer.shape[2]
+
+    @property
+    def entries(self) -> int:
+        return sum(map(len, self.placed.values()))
+
+    @property
+    def nbytes(self) -> int:
+        return self.outer.nbytes + sum(own.nbytes for own in self.core.values())
+
+    def to_host(self) -> "SavedArrays":
+        """See `SavedKV.to_host`."""
+        core = {column: _to_host(own) for column, own in self.core.items()}
+        return SavedArrays(core, self.placed, self.early, _to_host(self.outer))
 
 
 def _to_host(entries: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The stages of a model over the rows of a launch."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -9,6 +10,7 @@ from .adapters import LoopAdapter
 from .attention import AttentionSwitch
 from .batch import Batch
 from .cache import DepthCache
+from .compact_cache import CompactCache
 from .config import CDBConfig
 from .core_loop import CompiledLoop, EagerLoop
 from .flash import find_flash
@@ -38,7 +40,7 @@ class Stages:
         self._attention = AttentionSwitch(adapter.model)
         self._weights = PrepackedWeights(adapter.model, self._prepack)
         policy = KVPolicy.create(config.kv_policy, config.max_depth, config.kv_slots)
-        self.cache = DepthCache(adapter, policy, find_flash(adapter, self._attention.own))
+        self.cache = _make_cache(config.kv_layout, adapter, policy, find_flash(adapter, self._attention.own))
         parts = (adapter, self.cache, self._attention, self._weights)
         captured = adapter.device.type == "cuda"
         self.core = CompiledLoop(*parts, captured) if config.compile else EagerLoop(*parts)
@@ -94,6 +96,17 @@ class Stages:
             )[0]
             states[tokens] = own.to(states.dtype)
         return states
+
+
+def _make_cache(layout: str, adapter: LoopAdapter, policy: KVPolicy, flash: Callable | None) -> DepthCache:
+    if layout == "dense":
+        return DepthCache(adapter, policy, flash)
+    if flash is not None:
+        raise ValueError(
+            f"kv_layout={layout!r} with attn_implementation='flash_attention_2': its kernel reads whole pages of one "
+            "slot. Choose kv_layout='dense', or load the model with attn_implementation='sdpa'."
+        )
+    return CompactCache(adapter, policy)
 
 
 def _inputs(batch: Batch, adapter: LoopAdapter) -> tuple[torch.Tensor | None, torch.Tensor | None]:

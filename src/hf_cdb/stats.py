@@ -65,6 +65,8 @@ class CDBStats:
             tokens, once more.
         reused_positions: those that were copied from another prompt instead, see `CDBConfig.prefix_reuse`.
         kv_bytes: keys and values of the core at the fullest moment, `kv_bytes_outer` those of the layers around it.
+        kv_bytes_reserved: memory taken for both at the largest moment: gaps between requests included, and what they
+            may still grow into.
         once, per_loop: parameters that run once per token and per loop.
         coda: parameters of the layers after the loop and the head.
         asked: "launches" and "rows" of the coda that the exit rule asked for, and "positions" of prompts.
@@ -90,6 +92,7 @@ class CDBStats:
     reused_positions: int = 0
     kv_bytes: int = 0
     kv_bytes_outer: int = 0
+    kv_bytes_reserved: int = 0
     trace: Trace | None = None
 
     def record(self, launch: Launch) -> None:
@@ -184,6 +187,7 @@ class CDBStats:
             "reused_positions": self.reused_positions,
             "kv_bytes": self.kv_bytes,
             "kv_bytes_outer": self.kv_bytes_outer,
+            "kv_bytes_reserved": self.kv_bytes_reserved,
             "flop_bound": self.flop_bound,
             "counted_speedup": self.counted_speedup,
             "realised_share": self.realised_share,

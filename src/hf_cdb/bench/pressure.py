@@ -31,6 +31,10 @@ from .workloads import check_count
 __all__ = ["Outcome", "add_arguments", "run", "run_requests"]
 
 UNLIMITED = "unlimited"
+SYSTEMS: dict[str, dict[str, str]] = {
+    **{preemption: {"preemption": preemption} for preemption in PREEMPTIONS},
+    **{f"{preemption}, compact": {"preemption": preemption, "kv_layout": "compact"} for preemption in PREEMPTIONS},
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # In float32 the two largest logits of a random model may be nearer than rounding.
     parser.set_defaults(dtype="float64", run=run)
     parser.add_argument("--requests", type=int, default=200, help="how many (default %(default)s)")
-    for name, default in (("prompt", "lognormal:128:1.5:4096"), ("new", "lognormal:48:1.2:512")):
+    for name, default in (("prompt", "lognormal:48:1.8:4096"), ("new", "1-512")):
         parser.add_argument(f"--{name}", default=default, help="lengths, as for `bench simulate` (default %(default)s)")
     parser.add_argument("--mix", help="depths, as for `bench simulate`")
     parser.add_argument("--share", type=float, default=0.25, help="of the memory that all need (default %(default)s)")
@@ -113,9 +117,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     position = outcomes[UNLIMITED].engine.cache.bytes_per_position()
     needs = [position * (length + count - 1) for length, count in zip(lengths, new, strict=True)]
     budget = max(*needs, int(arguments.share * sum(needs)))
-    for preemption in PREEMPTIONS:
-        limits = {"max_num_seqs": width, "max_kv_memory": budget, "preemption": preemption}
-        outcomes[preemption] = run_requests(adapter, prompts, depths, **limits)
+    limits = {"max_num_seqs": width, "max_kv_memory": budget}
+    for system, settings in SYSTEMS.items():
+        outcomes[system] = run_requests(adapter, prompts, depths, **limits, **settings)
     rows = [_figures(system, outcome, outcomes[UNLIMITED]) for system, outcome in outcomes.items()]
     checked = _compare(adapter, prompts, depths, outcomes, arguments.check)
 
@@ -123,13 +127,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         f"{len(prompts)} requests of {min(lengths)}-{max(lengths)} + {min(new)}-{max(new)} tokens, {width} in flight "
         f"at most; all need {sum(needs) / 2**20:.1f} MiB, and {budget / 2**20:.1f} MiB are there.\n"
     )
-    columns = {"system": "", "peak MiB": ".1f", "pool MiB": ".1f", "preemptions": "d", "offloaded MiB": ".1f"}
-    columns |= {"run again": "d", "launches": "d", "tokens/s": ".2f"}
+    columns = {"system": "", "peak MiB": ".1f", "pool MiB": ".1f", "row waits": "d", "preemptions": "d"}
+    columns |= {"offloaded MiB": ".1f", "run again": "d", "launches": "d", "tokens/s": ".2f"}
     columns |= {f"wait {name}": ".1f" for name in (*(f"p{q}" for q in PERCENTILES), "max")}
     print(markdown_table(columns, rows))
     print(
-        "\nwait: processor seconds until a request started; tokens/s: against unlimited; run again: positions. Tokens "
-        f"and depths of all requests are equal under all systems, and those of {checked} to them alone."
+        "\npool: with gaps, and of the compact layout whole pages; row waits: launches in which a row stood for want of "
+        "room, summed over rows; run again: positions; tokens/s: against unlimited; wait: processor seconds until a "
+        f"request started. Tokens and depths of all requests are equal under all systems, and those of {checked} to "
+        "them alone."
     )
     report = Report(arguments, adapter.model, resolved={"mix": mix, "width": width})
     report.add("needed_bytes", sum(needs))
@@ -161,9 +167,9 @@ def _figures(system: str, outcome: Outcome, unlimited: Outcome) -> dict[str, Any
     row = {
         "system": system,
         "peak MiB": (stats.kv_bytes + stats.kv_bytes_outer) / 2**20,
-        "pool MiB": outcome.engine.cache.reserved_bytes / 2**20,
+        "pool MiB": stats.kv_bytes_reserved / 2**20,
         "preemptions": pressure["preemptions"],
-        "row_waits": pressure["row_waits"],
+        "row waits": pressure["row_waits"],
         "offloaded MiB": pressure["offloaded_bytes"] / 2**20,
         "run again": pressure["recomputed_positions"],
         "launches": sum(stats.launches.values()),
