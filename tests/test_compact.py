@@ -24,6 +24,7 @@ from .toy import ToyModel, predict, toy_prompt
 
 COMPACT = {"kv_layout": "compact", "kv_policy": "last_exited"}
 SHORT = {"long": 0, "mixed": 9_000, "short": 10**9}
+BEGINNINGS = {**SHORT, "mixed": 45_000}  # the same for the longer prompts that begin alike
 
 CASES = pairwise(
     {
@@ -43,9 +44,9 @@ CASES = pairwise(
 )
 
 
-def choose(monkeypatch, short, pool="lazy"):
+def choose(monkeypatch, short, pool="lazy", sizes=SHORT):
     """Which requests are short, and whether memory is mapped by the page."""
-    monkeypatch.setattr("hf_cdb.cache.SHORT_BYTES", SHORT[short])
+    monkeypatch.setattr("hf_cdb.cache.SHORT_BYTES", sizes[short])
     if pool == "growing":
         monkeypatch.setattr("hf_cdb.lazy_pool.LazyPool.serves", lambda device: False)
 
@@ -249,8 +250,51 @@ PREFIXES = [
 
 @pytest.mark.parametrize(("case", "short", "pool"), PREFIXES, ids=str)
 def test_prompts_that_begin_alike(case, short, pool, monkeypatch):
-    choose(monkeypatch, short, pool)
+    choose(monkeypatch, short, pool, BEGINNINGS)
     test_prefix_reuse.test_rows_equal_the_oracle_whatever_the_schedule({**case, **COMPACT})
+
+
+@pytest.fixture
+def compact_prefixes(monkeypatch):
+    """The engines of the tests of prefix reuse are compact, and requests there long and short."""
+    choose(monkeypatch, "mixed", sizes=BEGINNINGS)
+    make = test_prefix_reuse.engine_of
+    monkeypatch.setattr(
+        test_prefix_reuse, "engine_of", lambda *arguments, **settings: make(*arguments, **settings, **COMPACT)
+    )
+
+
+@pytest.mark.usefixtures("compact_prefixes")
+@pytest.mark.parametrize("launches", [3, 9])
+def test_a_donor_that_is_cancelled(launches):
+    test_prefix_reuse.test_a_donor_that_is_cancelled(launches, 64)
+
+
+@pytest.mark.usefixtures("compact_prefixes")
+def test_memory_bounds_what_is_kept_too():
+    test_prefix_reuse.test_memory_bounds_what_is_kept_too()
+
+
+@pytest.mark.usefixtures("compact_prefixes")
+def test_after_an_error_of_the_model_nothing_is_copied(monkeypatch):
+    test_prefix_reuse.test_after_an_error_of_the_model_nothing_is_copied(monkeypatch)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_beginnings_of_different_full_depth(lookahead):
+    """A request may be less deep than the engine, and fewer slots are copied then; equal to requests that share
+    nothing in the dense layout."""
+    model = test_prefix_reuse.model_of("ouro")
+    rows, depths, outputs = test_prefix_reuse.begin_alike(3, 9, 5, 4, 7, 2), [2, 4, 2, 4, 2, 4], []
+    for settings in ({"prefix_reuse": False}, COMPACT):
+        engine, requests = test_prefix_reuse.engine_of(model, rows, 6, lookahead=lookahead, max_num_seqs=4, **settings)
+        for request, depth in zip(requests, depths, strict=True):
+            request.max_depth = depth
+            engine.add_request(request)
+        engine.run()
+        outputs.append([(request.tokens, request.exit_depths) for request in requests])
+    assert outputs[1] == outputs[0]
+    assert engine.stats.reused_positions == 4 * test_prefix_reuse.SHARED
 
 
 def entries_of(engine, key):
@@ -274,7 +318,7 @@ def entries_of(engine, key):
 def test_what_is_copied_is_what_would_have_been_written(name, threshold, pool, short, monkeypatch):
     """From a request that has generated meanwhile, then from what is kept: every entry is that of the request alone,
     and what is kept takes R entries a position and not one more."""
-    choose(monkeypatch, short, pool)
+    choose(monkeypatch, short, pool, BEGINNINGS)
     model, shared = test_prefix_reuse.model_of(name), test_prefix_reuse.SHARED
     rows = test_prefix_reuse.begin_alike(3, 9, 5)
     settings = {"exit_threshold": threshold, "max_num_seqs": 2, "prefill_chunk_size": 32, **COMPACT}
@@ -366,9 +410,7 @@ def test_a_compiled_loop(monkeypatch):
 
 
 def test_what_is_refused():
-    with pytest.raises(
-        ValueError, match=r"kv_layout='compcat' is unknown; did you mean 'compact'\?.*dense, compact, auto"
-    ):
+    with pytest.raises(ValueError, match=r"kv_layout='compcat' is unknown; did you mean 'compact'\?.*compact, auto"):
         CDBConfig(kv_layout="compcat")
     with pytest.raises(ValueError, match=r"kv_layout=\['compact'\] is unknown"):
         CDBConfig(kv_layout=["compact"])

@@ -49,7 +49,7 @@ class SlotArrays:
         early: int64 `[requests, R + 1]`, by loop how many tokens have left by then; at R as many as at R - 1, since
             what ran the last loop stays in its slot.
         positions: int32 `[rows of the pool]`, the positions whose entries lie there.
-        short: bool `[requests]`.
+        capacity, short: int64 and bool `[requests]`, as given to `add`.
     """
 
     def __init__(self, pool: Pool, loops: int, heads: int):
@@ -129,8 +129,8 @@ class SlotArrays:
         self.capacity[number] = count
         columns = numpy.flatnonzero(self.used[number])
         self.used[number, columns] = count
-        rooms = self._rooms(numpy.full_like(columns, number), numpy.full_like(columns, count))
-        for column, rows in zip(columns.tolist(), rooms.tolist(), strict=True):
+        rows = int(self._rooms(numpy.array([number]), numpy.array([count]))[0])
+        for column in columns.tolist():
             self._resize(number, column, rows, rows)
 
     def held_by(self, number: int) -> tuple[int, int]:
