@@ -56,13 +56,12 @@ def test_without_exits_it_is_stock_generate(name):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"prefill_chunk_size": 512, "kv_layout": "compact"},
+        {"kv_layout": "compact", "prefill_chunk_size": 512},
         {"budget": 8800, "preemption": "offload", "max_prefill_tokens": 1000},
         {"budget": 8800, "preemption": "recompute", "max_prefill_tokens": 1500},
-        {"budget": 8791, "preemption": "recompute", "kv_layout": "compact"},
+        {"budget": 8791, "kv_layout": "compact", "preemption": "recompute"},
     ],
-    ids=lambda settings: "-".join(map(str, settings.values())) or "plain",
+    ids=lambda settings: "-".join(map(str, settings.values())),
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_every_row_equals_its_run_alone(name, settings, monkeypatch):

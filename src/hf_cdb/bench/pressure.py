@@ -132,8 +132,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     columns |= {f"wait {name}": ".1f" for name in (*(f"p{q}" for q in PERCENTILES), "max")}
     print(markdown_table(columns, rows))
     print(
-        "\npool: with gaps, and of the compact layout whole pages; row waits: launches in which a row stood for want of "
-        "room, summed over rows; run again: positions; tokens/s: against unlimited; wait: processor seconds until a "
+        "\npool: with gaps, and of the compact layout whole pages; row waits: launches in which a row stood for want "
+        "of room, summed over rows; run again: positions; tokens/s: against unlimited; wait: processor seconds until a "
         f"request started. Tokens and depths of all requests are equal under all systems, and those of {checked} to "
         "them alone."
     )
