@@ -1,26 +1,19 @@
 """The settings of continuous depth batching: one frozen dataclass, validated once."""
 
 import dataclasses
-import difflib
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
-import torch
 from transformers.utils import logging
 
 from .adapters import LoopAdapter
 from .calibrated import SETTINGS, calibrated_threshold
 from .exit_heads import ExitHead, head_for
-from .exits import RULES, ArgmaxStability, ExitRule, make_rule
-from .kv_policy import POLICIES
-from .room import PREEMPTIONS
+from .exits import ArgmaxStability, ExitRule, make_rule
+from .setting_checks import checked_settings, nearest
 
-__all__ = ["CDBConfig", "is_integer", "rule_name", "saved_settings"]
-
-LAYOUTS = ("dense", "compact", "auto")
+__all__ = ["CDBConfig", "rule_name", "saved_settings"]
 
 logger = logging.get_logger(__name__)
 
@@ -107,146 +100,8 @@ class CDBConfig:
     progress: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("min_depth", "max_num_seqs", "min_coda_batch"):
-            self._take_integer(name)
-        self._take_integer("max_overtakes", least=0)
-        for name in ("max_depth", "kv_slots", "prefill_chunk_size", "max_prefill_tokens"):
-            if getattr(self, name) is not None:
-                self._take_integer(name)
-        for name in ("refill", "prefill_exit", "compile", "trace", "progress"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose True or False.")
-        for name in ("prefix_reuse", "prepack_weights"):
-            if not isinstance(getattr(self, name), bool) and getattr(self, name) != "auto":
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose True, False or 'auto'.")
-        if isinstance(self.lookahead, bool) or self.lookahead not in (0, 1):
-            raise ValueError(
-                f"lookahead={self.lookahead!r}: a decision takes effect 0 or 1 loops later. Choose 0 or 1."
-            )
-        if self.max_depth is not None and self.min_depth > self.max_depth:
-            raise ValueError(
-                f"min_depth={self.min_depth} exceeds max_depth={self.max_depth}: no depth lies between. Lower it."
-            )
-        self._check_rule()
-        self._check_policy()
-        memory = self.max_kv_memory
-        if memory is not None and (
-            isinstance(memory, bool)
-            or not ((isinstance(memory, int) and memory > 0) or (isinstance(memory, float) and 0 < memory <= 1))
-        ):
-            raise ValueError(
-                f"max_kv_memory={memory!r}: choose bytes (a positive integer) or a share of the free memory (a float "
-                "in (0, 1])."
-            )
-        if self.preemption not in PREEMPTIONS:
-            raise ValueError(
-                f"preemption={self.preemption!r} is unknown{_nearest(self.preemption, PREEMPTIONS)} Choose one of "
-                f"{', '.join(PREEMPTIONS)}."
-            )
-        if self.preemption != "offload" and memory is None:
-            raise ValueError(
-                f"preemption={self.preemption!r} without max_kv_memory: every row has its room from the start, and "
-                "none is ever preempted. Set max_kv_memory, or drop it."
-            )
-        if self.max_overtakes and memory is None:
-            raise ValueError(
-                f"max_overtakes={self.max_overtakes} without max_kv_memory: no prompt ever waits for room, so none can "
-                "be overtaken. Set max_kv_memory, or drop it."
-            )
-        if self.exit_depths is not None:
-            object.__setattr__(self, "exit_depths", _rows_of_integers("exit_depths", self.exit_depths))
-        if self.seeds is not None:
-            seeds = _plain(self.seeds)
-            if not isinstance(seeds, list | tuple) or not all(is_integer(seed) for seed in seeds):
-                raise ValueError(f"seeds={self.seeds!r}: choose one integer per prompt.")
-            object.__setattr__(self, "seeds", tuple(int(seed) for seed in seeds))
-        if self.token_limits is not None:
-            limits = _plain(self.token_limits)
-            if not isinstance(limits, list | tuple) or not all(is_integer(limit) and limit > 0 for limit in limits):
-                raise ValueError(f"token_limits={self.token_limits!r}: choose one positive integer per prompt.")
-            object.__setattr__(self, "token_limits", tuple(int(limit) for limit in limits))
-
-    def _take_integer(self, name: str, least: int = 1) -> None:
-        value = getattr(self, name)
-        if not is_integer(value) or value < least:
-            raise ValueError(f"{name}={value!r}: choose an integer of at least {least}.")
-        object.__setattr__(self, name, int(value))
-
-    def _check_rule(self) -> None:
-        rule = self.exit_rule
-        threshold = self.exit_threshold
-        if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, numbers.Real)):
-            raise ValueError(
-                f"exit_threshold={threshold!r}: choose one number, on the scale of the exit rule, or None for the "
-                "rule's own default."
-            )
-        if self.quality is not None:
-            self._check_quality()
-        if isinstance(rule, ExitRule):
-            if self.exit_threshold is not None:
-                raise ValueError(
-                    f"exit_threshold={self.exit_threshold} beside a rule object: the object {rule.name!r} has its own "
-                    "threshold. Set it there."
-                )
-        elif rule not in ("auto", *RULES):
-            raise ValueError(
-                f"exit_rule={rule!r} is unknown{_nearest(rule, RULES)} Choose one of auto, {', '.join(RULES)}, or pass "
-                "an ExitRule."
-            )
-        elif rule in ("never", "replay") and self.exit_threshold is not None:
-            raise ValueError(f"exit_threshold={self.exit_threshold} has no meaning for exit_rule={rule!r}. Drop it.")
-        elif rule not in ("auto", "preloop", "replay"):
-            make_rule(rule, self.exit_threshold)
-        if (rule == "replay") != (self.exit_depths is not None):
-            raise ValueError(
-                f"exit_rule={rule!r} with exit_depths={'given' if self.exit_depths is not None else None}: the depths "
-                "to replay and exit_rule='replay' need each other. Pass both or none."
-            )
-        if rule == "replay" and self.prefill_exit:
-            raise ValueError(
-                "prefill_exit=True beside exit_rule='replay': exit_depths has depths of new tokens and none of the "
-                "prompt, which runs at full depth. Set prefill_exit=False."
-            )
-
-    def _check_quality(self) -> None:
-        quality, rule = self.quality, self.exit_rule
-        if isinstance(quality, bool) or not isinstance(quality, numbers.Real) or not 0 < quality < 1:
-            raise ValueError(
-                f"quality={quality!r}: choose a number between 0 and 1, such as 0.99; all of it is exit_rule='never'."
-            )
-        if self.exit_threshold is not None:
-            raise ValueError(
-                f"quality={quality} beside exit_threshold={self.exit_threshold}: the quality stands for a threshold "
-                "that was calibrated. Give one of them."
-            )
-        if isinstance(rule, ExitRule) or rule in ("never", "replay"):
-            raise ValueError(
-                f"quality={quality} beside exit_rule={rule!r}: it stands for the threshold of a rule by name. Drop it, "
-                "or choose another rule."
-            )
-        if self.prefill_exit:
-            raise ValueError(
-                f"quality={quality} beside prefill_exit=True: it was calibrated with prompts at full depth. Give an "
-                "exit_threshold, or set prefill_exit=False."
-            )
-
-    def _check_policy(self) -> None:
-        if self.kv_policy not in ("auto", *POLICIES):
-            raise ValueError(
-                f"kv_policy={self.kv_policy!r} is unknown{_nearest(self.kv_policy, POLICIES)} Choose one of auto, "
-                f"{', '.join(POLICIES)}."
-            )
-        if self.kv_slots is not None and self.kv_policy not in ("first_then_shared", "modular"):
-            raise ValueError(
-                f"kv_slots={self.kv_slots} has no meaning for kv_policy={self.kv_policy!r}, whose number of slots is "
-                "given. Drop it, or choose first_then_shared or modular."
-            )
-
-        if self.kv_layout not in LAYOUTS:
-            raise ValueError(
-                f"kv_layout={self.kv_layout!r} is unknown{_nearest(self.kv_layout, LAYOUTS)} Choose one of "
-                f"{', '.join(LAYOUTS)}."
-            )
+        for name, value in checked_settings(self).items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def create(
@@ -285,7 +140,7 @@ class CDBConfig:
         for name in settings:
             if name not in names:
                 raise ValueError(
-                    f"{name!r} is no setting of cdb{_nearest(name, names)} Settings are {', '.join(names)}."
+                    f"{name!r} is no setting of cdb{nearest(name, names)} Settings are {', '.join(names)}."
                 )
         return cls(**settings)
 
@@ -488,28 +343,3 @@ def rule_name(rule: Any, adapter: LoopAdapter | None) -> Any:
     if rule != "auto" or adapter is None:
         return rule
     return "gate" if adapter.has_gate else "latent-diff"
-
-
-def is_integer(value: Any) -> bool:
-    """Whether it is an integer, numpy's included."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _plain(value: Any) -> Any:
-    """Lists in place of a tensor or an array."""
-    return value.tolist() if isinstance(value, torch.Tensor | numpy.ndarray) else value
-
-
-def _rows_of_integers(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    try:
-        rows = tuple(tuple(_plain(row)) for row in _plain(value))
-    except TypeError:
-        rows = ((None,),)
-    if not all(is_integer(depth) for row in rows for depth in row):
-        raise ValueError(f"{name}: pass integers [rows, new tokens], as nested lists or a tensor.")
-    return tuple(tuple(int(depth) for depth in row) for row in rows)
-
-
-def _nearest(name: Any, names: Any) -> str:
-    near = difflib.get_close_matches(str(name), list(names), n=1)
-    return f"; did you mean {near[0]!r}?" if near else "."

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from transformers.generation import BaseWatermarkingConfig, GenerationConfig
 
-from .config import is_integer
+from .setting_checks import is_integer
 
 __all__ = ["check_kind", "check_options", "check_prompts", "shown"]
 
