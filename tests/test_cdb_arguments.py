@@ -16,6 +16,10 @@ COMMANDS = {"serve": ["serve", "tiny-ouro"], "generate": ["generate", "--input",
         (["--max-prefill-tokens", "64"], {"max_prefill_tokens": 64}),
         (["--max-kv-memory", "0.5", "--max-overtakes", "3"], {"max_kv_memory": 0.5, "max_overtakes": 3}),
         (["--max-kv-memory", "1"], {"max_kv_memory": 1}),
+        (
+            ["--max-kv-memory", "9", "--preemption", "recompute", "--kv-layout", "compact"],
+            {"kv_layout": "compact", "max_kv_memory": 9, "preemption": "recompute"},
+        ),
         (["--max-kv-memory", "1.0"], {"max_kv_memory": 1.0}),
         (["--quality", "0.99", "--lookahead", "1"], {"quality": 0.99, "lookahead": 1}),
         (["--cdb", '{"min_depth": 2, "refill": false}', "--min-depth", "3"], {"min_depth": 3, "refill": False}),
@@ -35,6 +39,7 @@ def test_settings(command, arguments, settings):
         (["--max-kv-memory", "1.5"], "max_kv_memory=1.5"),
         (["--max-kv-memory", "nan"], "max_kv_memory=nan"),
         (["--max-overtakes", "2"], "max_overtakes=2 without max_kv_memory"),
+        (["--preemption", "recompute"], "preemption='recompute' without max_kv_memory"),
         (["--quality", "2"], "quality=2.0"),
     ],
 )

@@ -6,6 +6,8 @@ from typing import Any
 
 from .config import CDBConfig
 from .kv_policy import POLICIES
+from .room import PREEMPTIONS
+from .setting_checks import LAYOUTS
 
 __all__ = ["add_cdb_arguments", "cdb_settings", "json_object"]
 
@@ -23,12 +25,14 @@ _OWN: dict[str, dict[str, Any]] = {
     "min_depth": {"type": int, "metavar": "N"},
     "max_depth": {"type": int, "metavar": "N"},
     "kv_policy": {"choices": POLICIES},
+    "kv_layout": {"choices": LAYOUTS},
     "max_num_seqs": {"type": int, "metavar": "N"},
     "min_coda_batch": {"type": int, "metavar": "N"},
     "lookahead": {"type": int, "choices": (0, 1)},
     "prefill_chunk_size": {"type": int, "metavar": "N"},
     "max_prefill_tokens": {"type": int, "metavar": "N"},
     "max_kv_memory": {"type": bytes_or_share, "metavar": "BYTES|SHARE"},
+    "preemption": {"choices": PREEMPTIONS},
     "max_overtakes": {"type": int, "metavar": "N"},
 }
 

@@ -11,7 +11,7 @@ from .exits import RULES, ExitRule, make_rule
 from .kv_policy import POLICIES
 from .room import PREEMPTIONS
 
-__all__ = ["checked_settings", "is_integer", "nearest"]
+__all__ = ["LAYOUTS", "checked_settings", "is_integer", "nearest"]
 
 LAYOUTS = ("dense", "compact", "auto")
 
