@@ -114,7 +114,7 @@ def test_rows_that_are_preempted_lend_nothing_and_may_borrow(name, preemption, m
     stats = output.stats
     assert stats.pressure["preemptions"] > 0
     assert stats.reused_positions > 0
-    assert stats.kv_bytes + stats.kv_bytes_outer <= budget
+    assert stats.kv_bytes_peak <= budget
     again = stats.pressure["recomputed_positions"]
     assert stats.prompt_positions + stats.reused_positions == sum(map(len, rows)) + again
     for index, row in enumerate(rows):
@@ -122,6 +122,34 @@ def test_rows_that_are_preempted_lend_nothing_and_may_borrow(name, preemption, m
         assert output.sequences[index, -new:].tolist() == expected.tokens, f"tokens of row {index}"
         assert output.exit_depths[index].tolist() == expected.exit_depths, f"depths of row {index}"
         assert_close(torch.stack([step[index] for step in output.logits]), expected.logits, 1e-6)
+
+
+@pytest.mark.parametrize("kv_layout", ["dense", "compact"])
+@pytest.mark.parametrize("preemption", ["offload", "recompute"])
+def test_what_is_kept_makes_room_for_rows_that_start_grow_and_come_back(preemption, kv_layout, monkeypatch):
+    """After every launch rows and kept beginnings are within the budget, in requests that come and go in turn."""
+    monkeypatch.setattr("hf_cdb.cache.STEP", 2)
+    for module in ("prefixes", "prefix_reuse"):
+        monkeypatch.setattr(f"hf_cdb.{module}.LEAST", 8)
+    model = model_of("ouro")
+    adapter = adapter_for(model)
+    position = Engine(adapter, CDBConfig(**EARLY).resolve(adapter)).cache.bytes_per_position()
+    events = {"preempted": 0, "kept": 0}
+    for budget in (40, 41, 42, 47, 55):
+        alike = begin_alike(1, 2, 3, shared=20)
+        rows = [prompts(4)[0], alike[0], prompts(6, seed=7)[0], *alike[1:]]
+        settings = {"max_kv_memory": budget * position, "preemption": preemption, "kv_layout": kv_layout}
+        engine = Engine(adapter, CDBConfig(exit_rule="never", max_num_seqs=3, **settings).resolve(adapter))
+        sampler = Sampler([[] for _ in rows], rows, do_sample=False)
+        for key, (row, count) in enumerate(zip(rows, (30, 6, 25, 4, 4), strict=True)):
+            engine.add_request(Request(key, count, sampler, prompt_ids=row, row=key))
+        while (launch := engine.step()) is not None:
+            assert engine.cache.core_bytes + engine.cache.outer_bytes <= budget * position
+            kept = engine._reuse.prefixes.kept_bytes
+            assert engine.scheduler._room.spent + kept <= budget * position
+            events["preempted"] += len(launch.preempted)
+            events["kept"] += kept > 0
+    assert all(events.values()), events
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])

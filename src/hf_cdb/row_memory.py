@@ -65,8 +65,10 @@ class RowMemory:
     def measure(self) -> None:
         """Keep the most memory that keys and values took so far."""
         stats, cache = self._stats, self._cache
-        stats.kv_bytes = max(stats.kv_bytes, cache.core_bytes)
-        stats.kv_bytes_outer = max(stats.kv_bytes_outer, cache.outer_bytes)
+        core, outer = cache.core_bytes, cache.outer_bytes
+        stats.kv_bytes = max(stats.kv_bytes, core)
+        stats.kv_bytes_outer = max(stats.kv_bytes_outer, outer)
+        stats.kv_bytes_peak = max(stats.kv_bytes_peak, core + outer)
         stats.kv_bytes_reserved = max(stats.kv_bytes_reserved, cache.reserved_bytes)
 
     def preempt(self, rows: Sequence[Request]) -> None:

@@ -282,9 +282,11 @@ class Scheduler:
 
     def _start(self, row: Row) -> None:
         """Let a row that has a place begin with its prompt, or wait for another one's; or go on, if it is through."""
-        first = 0
-        if self._prefixes is not None:
-            first = self._prefixes.start(row.key, self._room.left) if row.in_prompt else 0
+        first: int | None = 0
+        if self._prefixes is not None and row.in_prompt:
+            first = self._prefixes.start(row.key, self._room.left)
+        elif self._prefixes is not None:
+            self._prefixes.drop(self._room.left)
         if first is None:
             self._following[row.key] = row
         else:

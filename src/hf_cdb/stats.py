@@ -64,7 +64,8 @@ class CDBStats:
         prompt_positions: positions that ran as prompts, each counted once; those of rows that come back, with their
             tokens, once more.
         reused_positions: those that were copied from another prompt instead, see `CDBConfig.prefix_reuse`.
-        kv_bytes: keys and values of the core at the fullest moment, `kv_bytes_outer` those of the layers around it.
+        kv_bytes: keys and values of the core at their fullest moment, `kv_bytes_outer` those of the layers around it
+            at theirs, `kv_bytes_peak` both together at their fullest.
         kv_bytes_reserved: memory taken for both at the largest moment: gaps between requests included, and what they
             may still grow into.
         once, per_loop: parameters that run once per token and per loop.
@@ -92,6 +93,7 @@ class CDBStats:
     reused_positions: int = 0
     kv_bytes: int = 0
     kv_bytes_outer: int = 0
+    kv_bytes_peak: int = 0
     kv_bytes_reserved: int = 0
     trace: Trace | None = None
 
@@ -187,6 +189,7 @@ class CDBStats:
             "reused_positions": self.reused_positions,
             "kv_bytes": self.kv_bytes,
             "kv_bytes_outer": self.kv_bytes_outer,
+            "kv_bytes_peak": self.kv_bytes_peak,
             "kv_bytes_reserved": self.kv_bytes_reserved,
             "flop_bound": self.flop_bound,
             "counted_speedup": self.counted_speedup,

@@ -166,7 +166,7 @@ def _figures(system: str, outcome: Outcome, unlimited: Outcome) -> dict[str, Any
     launches, seconds = zip(*outcome.started.values(), strict=True)
     row = {
         "system": system,
-        "peak MiB": (stats.kv_bytes + stats.kv_bytes_outer) / 2**20,
+        "peak MiB": stats.kv_bytes_peak / 2**20,
         "pool MiB": stats.kv_bytes_reserved / 2**20,
         "preemptions": pressure["preemptions"],
         "row waits": pressure["row_waits"],
