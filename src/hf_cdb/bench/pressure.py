@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # In float32 the two largest logits of a random model may be nearer than rounding.
     parser.set_defaults(dtype="float64", run=run)
     parser.add_argument("--requests", type=int, default=200, help="how many (default %(default)s)")
-    for name, default in (("prompt", "lognormal:48:1.8:4096"), ("new", "1-512")):
+    for name, default in (("prompt", "lognormal:48:2.2:4096"), ("new", "1-512")):
         parser.add_argument(f"--{name}", default=default, help="lengths, as for `bench simulate` (default %(default)s)")
     parser.add_argument("--mix", help="depths, as for `bench simulate`")
     parser.add_argument("--share", type=float, default=0.25, help="of the memory that all need (default %(default)s)")
