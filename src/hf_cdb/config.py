@@ -462,6 +462,11 @@ def rule_name(rule: Any, adapter: LoopAdapter | None) -> Any:
     return "gate" if adapter.has_gate else "latent-diff"
 
 
+def least_depth(min_depth: int, max_depth: int, lookahead: int) -> int:
+    """Loops that a token runs at least: with lookahead none leaves after its first."""
+    return min(max(min_depth, 1 + lookahead), max_depth)
+
+
 def is_integer(value: Any) -> bool:
     """Whether it is an integer, numpy's included."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
