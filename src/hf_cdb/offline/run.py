@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from ..bench.report import environment
+from ..evaluation.fingerprint import model_hashes
 from ..evaluation.records import RecordFile
 from ..evaluation.run import load_model_to_evaluate
 from ..jobs import CDBGenerationOutput, Job, refusal
@@ -94,6 +95,8 @@ def generate_file(source: Path, output: Path, settings: FileSettings, progress: 
         if device.type != "cpu" and device.index is None:
             device = torch.device(device.type, local_rank)
         model, tokenizer = load_model_to_evaluate(settings.model, settings.revision, settings.dtype, str(device))
+        asked |= model_hashes(model, tokenizer)  # its folder may have changed since a run was stopped
+        _check(output, folder, asked)
         worker = _Worker(model, tokenizer, settings, prompts, processes)
         _note(folder, asked)
         _check(output, folder, asked)  # another process may have been faster
