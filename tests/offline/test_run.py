@@ -128,7 +128,7 @@ def test_settings_that_no_line_could_run_with(tmp_path, capsys):
         (["--options", '{"temprature": 1}'], "temprature"),
         (["--options", "[1]"], "options='[1]': give a JSON object"),
         (["--options", "[" * 50_000], "is no JSON: maximum recursion depth"),
-        (["--options", '{"self": 1}'], "options={'self': 1}: no line could run with them"),
+        (["--options", '{"self": 1}'], "'self': 1}: no line could run with them"),
         (["--do-sample", "--seed", str(2**63 - 1)], f"seed={2**63}: choose an integer"),
         (["--cdb", '{"seeds": [1]}'], "seeds"),
         (["--max-new-tokens", "0"], "max_new_tokens"),
@@ -208,7 +208,7 @@ def test_a_seed_is_told_where_something_was_drawn(tmp_path):
     """And a null among the options is what is left out."""
     prompt = {"prompt": "And", "max_new_tokens": 2, "seed": 7}
     source = write(tmp_path / "in.jsonl", [prompt, {**prompt, "do_sample": True}, {**prompt, "do_sample": False}])
-    settings = settings_with(options={"do_sample": None, "request_id": None, "streaming": None})
+    settings = settings_with(options={"max_new_tokens": 2, "do_sample": None, "request_id": None, "streaming": None})
     generate_file(source, tmp_path / "out.jsonl", settings, progress=False)
     assert [record["seed"] for record in read(tmp_path / "out.jsonl")] == [None, 7, None]
 
@@ -226,7 +226,7 @@ def test_numbers_of_a_launcher_that_are_none(tmp_path, monkeypatch, name, value)
 def test_no_processes_are_none(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "0")
     source = write(tmp_path / "in.jsonl", LINES[:1])
-    with pytest.raises(ValueError, match="^WORLD_SIZE='0' in the environment: .* at least 1 "):
+    with pytest.raises(ValueError, match=r"^WORLD_SIZE='0' in the environment: .* at least 1 "):
         generate_file(source, tmp_path / "out.jsonl", settings_with(), progress=False)
 
 

@@ -43,7 +43,8 @@ class FileSettings:
         dtype: of weights and computation.
         device: of torch; of several processes on a machine each takes one of its kind.
         seed: a line that samples has the seed `seed` + its number, unless it says one itself.
-        options: arguments of `CDBManager.add_request`, for lines that do not say otherwise.
+        options: arguments of `CDBManager.add_request`, for lines that do not say otherwise; `max_length` of a line says
+            so of `max_new_tokens` too.
         cdb: settings of cdb, over the saved ones of the model.
     """
 
@@ -77,7 +78,8 @@ def generate_file(source: Path, output: Path, settings: FileSettings, progress: 
         Lines that failed.
 
     Raises:
-        ValueError: settings that no line could run with, or an output of other prompts or settings.
+        ValueError: settings that no line could run with, or an output of other prompts or settings, or of a model that
+            has changed since.
         OSError: no such file or model.
         RuntimeError: the model failed; lines under way are run again by the next call.
     """
