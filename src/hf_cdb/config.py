@@ -18,7 +18,7 @@ from .exits import RULES, ArgmaxStability, ExitRule, make_rule
 from .kv_policy import POLICIES
 from .room import PREEMPTIONS
 
-__all__ = ["CDBConfig", "is_integer", "rule_name", "saved_settings"]
+__all__ = ["CDBConfig", "is_integer", "least_depth", "rule_name", "saved_settings"]
 
 logger = logging.get_logger(__name__)
 

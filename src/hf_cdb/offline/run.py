@@ -267,7 +267,7 @@ class _Worker:
             raise
         except Exception as error:  # of whatever kind, it is this line's
             return self._record(prompt, refusal("", [], error))
-        seed = arguments["seed"] if job.run.generation_config.do_sample else None
+        seed = arguments.get("seed") if job.run.generation_config.do_sample else None
         self._held[job.request_id] = piece, job, seed
         self.manager.submit_job(job)
         return None
