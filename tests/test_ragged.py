@@ -238,6 +238,68 @@ def test_a_request_of_embeddings_goes_on(chunk):
     assert [(one.tokens, one.exit_depths) for one in whole] == [(one.tokens, one.exit_depths) for one in again]
 
 
+def brought(depths, **fields):
+    return {"tokens": [1] * len(depths), "exit_depths": depths, "max_new_tokens": 9, **fields}
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "match"),
+    [
+        ({}, {"exit_depths": [4]}, "0 tokens of at most 4 and 1 depths"),
+        ({}, brought([4, 9]), r"exit_depths\[1\] of request 0 is 9: .* between 1 and 4"),
+        ({}, brought([4, 0]), r"exit_depths\[1\] of request 0 is 0"),
+        ({}, brought([4, -3]), r"exit_depths\[1\] of request 0 is -3"),
+        ({}, brought([4, 1.5]), r"exit_depths\[1\] of request 0 is 1.5: .* as integers"),
+        ({}, brought([4, True]), r"exit_depths\[1\] of request 0 is True"),
+        ({}, brought(["4", "1"]), r"exit_depths\[0\] of request 0 is '4'"),
+        ({}, brought([1, 1]), r"exit_depths\[0\] of request 0 is 1, but .* max_depth=4"),
+        ({}, brought([4, 4], max_depth=2), r"exit_depths\[0\] of request 0 is 4: .* between 1 and 2"),
+        ({"min_depth": 3}, brought([4, 2]), r"exit_depths\[1\] of request 0 is 2: with min_depth=3"),
+        ({"lookahead": 1}, brought([4, 1]), r"exit_depths\[1\] of request 0 is 1: .* between 2 and 4"),
+        ({}, brought([4, 4], tokens=[1, 50]), "tokens of request 0 hold 50: .* between 0 and 49"),
+        ({}, brought([4, 4], tokens=[-1, 1]), "tokens of request 0 hold -1"),
+        ({}, brought([4, 4], tokens=[1, 2.0]), "tokens of request 0 hold 2.0"),
+        ({}, brought([4], prompt_depths=[4, 4]), "prompt_depths of request 0 has 2 depths, .* 3 positions"),
+        ({}, brought([4], prompt_depths=[4, 2, 4]), r"prompt_depths\[1\] of .* prefill_exit=False .* between 4 and 4"),
+        ({"prefill_exit": True}, brought([4], prompt_depths=[0, 1, 4]), r"prompt_depths\[0\] of request 0 is 0"),
+        ({"prefill_exit": True}, brought([4], prompt_depths=[1, 1, 1]), r"prompt_depths\[-1\] of request 0 is 1, but"),
+        ({"prefill_exit": True}, brought([4]), "prompt_depths=None: how deep .* is lost"),
+    ],
+)
+def test_what_no_run_left_is_refused(settings, fields, match):
+    """And fails nobody else."""
+    model, (row, other) = model_of("ouro"), prompts(3, 5)
+    engine = engine_of(model, exit_threshold=0.6, **settings)
+    plain, wrong = requests_of([other], prefill_exit=False)[0], requests_of([row])[0]
+    plain.key = 1
+    engine.add_request(plain)
+    for name, value in fields.items():
+        setattr(wrong, name, value)
+    with pytest.raises(ValueError, match=match):
+        engine.add_request(wrong)
+    engine.run()
+    options = {name: value for name, value in settings.items() if name != "prefill_exit"}
+    assert_as_expected(plain, reference_generate(model, other, NEW_TOKENS, exit_threshold=0.6, **options))
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields"),
+    [
+        ({"min_depth": 3}, brought([2, 2], max_depth=2)),  # which is then the least as well
+        ({"lookahead": 1, "max_depth": 1}, brought([1, 1])),
+        ({"prefill_exit": True, "exit_rule": "never"}, brought([4, 4])),
+        ({"prefill_exit": True}, brought([4, numpy.int64(1)], prompt_depths=numpy.array([1, 2, 4]))),
+        ({}, brought([4, 1], prompt_depths=[4, 4, 4])),
+    ],
+)
+def test_depths_at_the_ends_of_their_range_go_on(settings, fields):
+    request = requests_of(prompts(3))[0]
+    for name, value in fields.items():
+        setattr(request, name, value)
+    run(engine_of(model_of("ouro"), **settings), [request])
+    assert (request.status, len(request.tokens), len(request.exit_depths)) == ("finished", 9, 9)
+
+
 @pytest.mark.parametrize(
     ("fields", "policy", "match"),
     [

@@ -64,7 +64,7 @@ def json_object(argument: str, text: str | None, example: str) -> dict[str, Any]
     """
     try:
         found = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # the latter where it is nested too deeply
         raise ValueError(f"{argument}={text!r} is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{argument}={text!r}: give a JSON object, such as {example}.")

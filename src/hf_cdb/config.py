@@ -13,7 +13,7 @@ from .exit_heads import ExitHead, head_for
 from .exits import ArgmaxStability, ExitRule, make_rule
 from .setting_checks import checked_settings, nearest
 
-__all__ = ["CDBConfig", "rule_name", "saved_settings"]
+__all__ = ["CDBConfig", "least_depth", "rule_name", "saved_settings"]
 
 logger = logging.get_logger(__name__)
 
@@ -343,3 +343,8 @@ def rule_name(rule: Any, adapter: LoopAdapter | None) -> Any:
     if rule != "auto" or adapter is None:
         return rule
     return "gate" if adapter.has_gate else "latent-diff"
+
+
+def least_depth(min_depth: int, max_depth: int, lookahead: int) -> int:
+    """Loops that a token runs at least: with lookahead none leaves after its first."""
+    return min(max(min_depth, 1 + lookahead), max_depth)

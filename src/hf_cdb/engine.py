@@ -13,6 +13,7 @@ from .memory import kv_budget, whole_memory
 from .prefill_exits import PrefillExits
 from .prefix_reuse import KEPT_SHARE, PrefixReuse
 from .request import Request
+from .resumption import check_resumption
 from .row_memory import RowMemory
 from .row_rules import RowRules
 from .row_states import RowStates
@@ -86,15 +87,16 @@ class Engine:
         that never stopped.
 
         Raises:
-            ValueError: its key is in use, `check` refuses it, or it cannot go on after its tokens.
+            ValueError: its key is in use, `check` refuses it, or it cannot go on after its tokens: no run of it could
+                have left them or their depths, or they cannot run again in one pass.
         """
-        if request.tokens:
-            self._check_tokens(request)
         request.max_depth = request.max_depth or self.config.max_depth
         request.min_depth = request.min_depth or self.config.min_depth
         request.rule = request.rule or self.rule
         if request.prefill_exit is None:
             request.prefill_exit = self.config.prefill_exit
+        if request.tokens or request.exit_depths:
+            check_resumption(request, self.config, self.adapter.vocab_size)
         self._rules.bind(request.rule)
         most = self.check(request)
         self.scheduler.add(
@@ -128,21 +130,6 @@ class Engine:
                 "more, or shorten the prompt or max_new_tokens."
             )
         return cost
-
-    def _check_tokens(self, request: Request) -> None:
-        """Refuse a request that cannot go on after the tokens that it has."""
-        have = len(request.tokens)
-        if len(request.exit_depths) != have or have >= request.max_new_tokens:
-            raise ValueError(
-                f"request {request.key} has {have} tokens of at most {request.max_new_tokens} and "
-                f"{len(request.exit_depths)} depths: to go on it needs a depth for each, and room for more."
-            )
-        if have > 1 and self.config.kv_policy != "last_exited":
-            raise ValueError(
-                f"request {request.key} has {have} tokens, but with kv_policy={self.config.kv_policy!r} what a token "
-                "reads of the others depends on when it runs, so they cannot run again in one pass. Add it without "
-                "tokens, or use last_exited."
-            )
 
     def refresh_weights(self) -> None:
         """To be called after the model's weights have changed; until then launches may use copies of the old ones, and

@@ -8,7 +8,7 @@ import torch
 from transformers.utils import logging
 
 from .adapters import LoopAdapter
-from .config import CDBConfig
+from .config import CDBConfig, least_depth
 from .criteria import Stops
 from .exits import Replay
 from .generation_arguments import refuse_unread
@@ -114,7 +114,7 @@ def _check_replay(config: CDBConfig, rows: int, copies: int, limits: list[int]) 
             "return sequences of a prompt share it."
         )
     rule.copies = copies
-    least = max(config.min_depth, 2 if config.lookahead and config.max_depth > 1 else 1)
+    least = least_depth(config.min_depth, config.max_depth, config.lookahead)
     for row, depths in enumerate(rule.depths):
         if len(depths) < limits[row * copies]:
             raise ValueError(

@@ -30,7 +30,8 @@ class Request:
             of the prompt as well, and at most that of the engine.
         priority, deadline: see `Scheduler.add`.
         tokens, exit_depths: what came out so far. A request that is added with some goes on after them.
-        prompt_depths: loops that each position of the prompt ran, where they left by the rule; else None.
+        prompt_depths: loops that each position of the prompt ran, where they left by the rule; else None. Needed beside
+            `tokens` as well.
         preemptions: how often it had to give up its place.
         status: "waiting", "running", "finished", "cancelled" or "failed".
         error: why it failed.

@@ -1,6 +1,7 @@
 """Lines of an input file."""
 
 import hashlib
+import json
 
 import pytest
 
@@ -56,13 +57,30 @@ def test_token_ids(tmp_path, tokenizer):
         ('{"prompt": "a", "input_ids": [1]}', "this one has prompt and input_ids"),
         ('{"prompt": [1, 2]}', r"prompt=\[1, 2\]: give a text; token ids are called input_ids"),
         ('{"prompt": "a", "num_return_sequences": 2}', "num_return_sequences=2 has no meaning for a line: .* Write it"),
-        ('{"prompt": "a", "request_id": "b"}', "request_id='b' has no meaning for a line: a line has an id"),
+        ('{"prompt": "a", "request_id": "b"}', "request_id='b' has no meaning for a line: it has an id"),
+        ('{"prompt": "a", "deadline": 5}', "deadline=5 has no meaning for a line: outputs do not depend on time"),
+        ('{"prompt": "a", "created": 1}', "created=1 has no meaning for a line: outputs do not depend on time"),
+        ('{"prompt": "a", "max_time": 1.5}', "max_time=1.5 has no meaning for a line: .* limit tokens instead"),
+        ('{"prompt": "a", "id": NaN}', "id=nan: choose a text or a finite number"),
+        ('{"prompt": "a", "id": -1e999}', "id=-inf: choose a text or a finite number"),
+        ('{"prompt": "a", "id": true}', "id=True: choose a text or a finite number"),
+        ('{"prompt": "a", "id": ' + "[" * 900 + "]" * 900 + "}", r"id=\[\[.*: choose a text or a finite number"),
+        ("[" * 100_000, "the line is no JSON: maximum recursion depth exceeded"),
+        ("9" * 5000, "the line is no JSON: Exceeds the limit"),
     ],
 )
 def test_lines_that_are_no_prompts(tmp_path, tokenizer, line, reason):
     (prompt,), _ = read(tmp_path, line)
     with pytest.raises(ValueError, match=reason):
         prompt.token_ids(tokenizer)
+    json.dumps(prompt.id, allow_nan=False)  # can stand in the output
+
+
+@pytest.mark.parametrize(("text", "own"), [('"a"', "a"), ("0", 0), ("-1.5", -1.5), ("null", 1), ("1" * 4000, 1)])
+def test_ids(tmp_path, text, own):
+    (prompt,), _ = read(tmp_path, f'{{"prompt": "a", "id": {text}}}')
+    assert prompt.error is None
+    assert prompt.id == (int(text) if len(text) == 4000 else own)
 
 
 def test_files_that_hold_nothing(tmp_path):

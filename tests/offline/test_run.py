@@ -110,7 +110,7 @@ def test_lines_that_fail_fail_alone(tmp_path, capsys):
     output = tmp_path / "out.jsonl"
     arguments = ["generate", "--input", source, "--output", output, "--max-new-tokens", 4, "--no-progress"]
     assert main([*map(str, arguments)]) == 3
-    assert "4 lines of " in capsys.readouterr().out
+    assert capsys.readouterr().err.endswith(f"4 lines of {output} hold an error.\n")
     records = read(output)
     assert [record["finish_reason"] == "error" for record in records] == [False, True, True, True, True, False]
     reasons = ["'temprature'", "99999", "deadline=1e-06", "no JSON"]
@@ -127,6 +127,9 @@ def test_settings_that_no_line_could_run_with(tmp_path, capsys):
         (["--temperature", "-1", "--do-sample"], "temperature"),
         (["--options", '{"temprature": 1}'], "temprature"),
         (["--options", "[1]"], "options='[1]': give a JSON object"),
+        (["--options", "[" * 50_000], "is no JSON: maximum recursion depth"),
+        (["--options", '{"self": 1}'], "'self': 1}: no line could run with them"),
+        (["--do-sample", "--seed", str(2**63 - 1)], f"seed={2**63}: choose an integer"),
         (["--cdb", '{"seeds": [1]}'], "seeds"),
         (["--max-new-tokens", "0"], "max_new_tokens"),
         (["--exit-rule", "gates"], "gates"),
@@ -136,6 +139,129 @@ def test_settings_that_no_line_could_run_with(tmp_path, capsys):
         assert reason in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [source]
     assert main([*command, "--max-new-tokens", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"request_id": "a"},
+        {"streaming": True},
+        {"record_timestamps": True},
+        {"deadline": 5},
+        {"created": 1},
+        {"max_time": 9},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"generation_config": {}},
+        {"tokenizer": "x"},
+        {"prompt": "x"},
+        {"messages": []},
+        {"input_ids": [1, 2]},
+        {"id": 4},
+        {"seed": 4, "do_sample": True},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_an_option_of_all_lines(tmp_path, monkeypatch, capsys, options):
+    source = write(tmp_path / "in.jsonl", LINES[:1])
+    monkeypatch.setattr(offline_run, "load_model_to_evaluate", lambda *_: pytest.fail("nothing should run"))
+    command = ["generate", "--input", str(source), "--output", str(tmp_path / "out.jsonl")]
+    assert main([*command, "--options", json.dumps(options)]) == 2
+    name, value = next(iter(options.items()))
+    assert f"error: options: {name}={value!r} has no meaning for a line: " in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [source]
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_return_sequences", 2), ("max_time", 60.0)])
+def test_what_the_model_asks_for_and_a_line_cannot_have(tmp_path, monkeypatch, name, value):
+    model, tokenizer = load_model_to_evaluate("tiny-ouro")
+    model.generation_config.update(do_sample=True, **{name: value})
+    monkeypatch.setattr(offline_run, "load_model_to_evaluate", lambda *_: (model, tokenizer))
+    source = write(tmp_path / "in.jsonl", LINES[:1])
+    with pytest.raises(ValueError, match=f"^generation_config of the model: {name}={value} has no meaning for a line"):
+        generate_file(source, tmp_path / "out.jsonl", settings_with(), progress=False)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_lengths_of_a_line_replace_those_of_all(tmp_path, loaded, saved):
+    """With `max_length` beside `max_new_tokens` generate reads the latter alone, which here nobody has given."""
+    model, tokenizer = loaded
+    ids = tokenizer("In the beginning")["input_ids"]
+    kinds = [{"max_length": len(ids) + 3}, {"max_length": len(ids) + 3, "max_new_tokens": 5}, {"max_new_tokens": 2}, {}]
+    source = write(tmp_path / "in.jsonl", [{"input_ids": ids, **kind} for kind in kinds])
+    expected = [
+        alone(model, ids, GATE, **kind)[0][0]
+        for kind in (kinds[0], {"max_new_tokens": 5}, kinds[2], {"max_new_tokens": 7})
+    ]
+    assert [len(tokens) for tokens in expected] == [3, 5, 2, 7]
+    output = tmp_path / "out.jsonl"
+    command = ["generate", "--input", str(source), "--output", str(output), "--exit-threshold", "0.3", "--no-progress"]
+    assert main([*command, "--max-new-tokens", "7", "--max-num-seqs", "1"]) == 0
+    assert [record["tokens"] for record in read(output)] == expected
+    assert saved == sorted(saved, key=lambda line: -[len(ids) + 3, 5, 2, 7][line - 1])
+    other = tmp_path / "other.jsonl"
+    command[4] = str(other)
+    assert main([*command, "--options", json.dumps(kinds[0])]) == 0
+    assert [len(record["tokens"]) for record in read(other)] == [3, 5, 2, 3]
+
+
+def test_a_seed_is_told_where_something_was_drawn(tmp_path):
+    """And a null among the options is what is left out."""
+    prompt = {"prompt": "And", "max_new_tokens": 2, "seed": 7}
+    source = write(tmp_path / "in.jsonl", [prompt, {**prompt, "do_sample": True}, {**prompt, "do_sample": False}])
+    settings = settings_with(options={"max_new_tokens": 2, "do_sample": None, "request_id": None, "streaming": None})
+    generate_file(source, tmp_path / "out.jsonl", settings, progress=False)
+    assert [record["seed"] for record in read(tmp_path / "out.jsonl")] == [None, 7, None]
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE"])
+@pytest.mark.parametrize("value", ["-1", "two", "", "1.0"])
+def test_numbers_of_a_launcher_that_are_none(tmp_path, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(offline_run, "load_model_to_evaluate", lambda *_: pytest.fail("nothing should run"))
+    source = write(tmp_path / "in.jsonl", LINES[:1])
+    with pytest.raises(ValueError, match=f"^{name}='{value}' in the environment: .* at least .* unset it"):
+        generate_file(source, tmp_path / "out.jsonl", settings_with(), progress=False)
+
+
+def test_no_processes_are_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "0")
+    source = write(tmp_path / "in.jsonl", LINES[:1])
+    with pytest.raises(ValueError, match=r"^WORLD_SIZE='0' in the environment: .* at least 1 "):
+        generate_file(source, tmp_path / "out.jsonl", settings_with(), progress=False)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"seed"'])
+def test_damaged_settings(tmp_path, content):
+    source, output = write(tmp_path / "in.jsonl", LINES[:1]), tmp_path / "out.jsonl"
+    (tmp_path / "out.jsonl.run").mkdir()
+    (tmp_path / "out.jsonl.run" / "settings.json").write_text(content)
+    with pytest.raises(ValueError, match=r"out.jsonl.run/settings.json', .* is damaged .*or remove .*out.jsonl.run\."):
+        generate_file(source, output, settings_with(), progress=False)
+
+
+def edited(model):
+    model.generation_config.cdb_config = {"exit_threshold": 0.7}
+
+
+def trained(model):
+    with torch.no_grad():
+        next(model.parameters()).add_(1e-3)
+
+
+@pytest.mark.parametrize(("change", "name"), [(edited, "generation_config_sha256"), (trained, "weights_sha256")])
+def test_a_model_that_changed_since_the_run_was_stopped(tmp_path, monkeypatch, change, name):
+    """What it was called is the same, and its lines would not belong to the first ones."""
+    source, output = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl"
+    model, tokenizer = load_model_to_evaluate("tiny-ouro")
+    monkeypatch.setattr(offline_run, "load_model_to_evaluate", lambda *_: (model, tokenizer))
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", lambda _: (_ for _ in ()).throw(RuntimeError("a kill")))
+        with pytest.raises(RuntimeError, match="a kill"):
+            generate_file(source, output, settings_with(), progress=False)
+    change(model)
+    with pytest.raises(ValueError, match=f"belongs to a run with another {name} "):
+        generate_file(source, output, settings_with(), progress=False)
+    assert not output.exists()
 
 
 @pytest.fixture
@@ -171,8 +297,11 @@ def test_a_finished_run_is_kept_and_others_are_refused(tmp_path, monkeypatch):
     write(source, LINES[:3])
     with pytest.raises(ValueError, match=r"belongs to a run with another input_sha256"):
         generate_file(source, output, settings_with(), progress=False)
-    with pytest.raises(ValueError, match=r"in.jsonl' exists, and no in.jsonl.run beside it"):
+    with pytest.raises(ValueError, match=r"in.jsonl' is the input. Name another file"):
         generate_file(source, source, settings_with(), progress=False)
+    foreign = write(tmp_path / "foreign.jsonl", LINES)
+    with pytest.raises(ValueError, match=r"foreign.jsonl' exists, and no foreign.jsonl.run beside it.* move this one"):
+        generate_file(source, foreign, settings_with(), progress=False)
     assert output.read_bytes() == before
 
 
@@ -285,8 +414,9 @@ def test_the_lines_of_a_killed_process_go_to_those_that_are_left(tmp_path, many,
 
 
 def test_two_processes_of_torchrun_give_the_file_of_one_and_outlive_a_kill(tmp_path, many):
-    """Of a rank that is killed in mid-run: torchrun starts both again, and they go on."""
+    """Of a rank that is killed in mid-run: torchrun starts both again, and they go on. A line that fails costs none."""
     source, whole = many
+    source = write(tmp_path / "in.jsonl", [*read(source), {"prompt": "x", "temprature": 2}])
     output = tmp_path / "out.jsonl"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "1"]
     log = tmp_path / "log"
@@ -306,4 +436,6 @@ def test_two_processes_of_torchrun_give_the_file_of_one_and_outlive_a_kill(tmp_p
             process.wait()
     assert sum(before) < len(MANY)
     assert "exitcode: -9" in log.read_text()
-    assert output.read_bytes() == whole
+    assert f"1 lines of {output} hold an error." in log.read_text()
+    assert output.read_bytes().startswith(whole)
+    assert "temprature" in read(output)[len(MANY)]["error"]

@@ -1,4 +1,4 @@
-"""What the records of an evaluation depend on beside its configuration, short enough to compare."""
+"""What records of a run depend on beside its configuration, short enough to compare."""
 
 import hashlib
 import json
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..exit_heads import KINDS, find_exit_head
 from .tasks import Task
 
-__all__ = ["inputs_hash", "weights_hash"]
+__all__ = ["inputs_hash", "model_hashes", "weights_hash"]
 
 
 def inputs_hash(task: Task, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -33,3 +33,18 @@ def weights_hash(model: nn.Module) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def model_hashes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """SHA-256 of what a model's folder holds, by part; where it lies does not count."""
+    config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    words = tokenizer.get_vocab() if backend is None else backend.to_str()
+    parts = {
+        "config": config,
+        "generation_config": model.generation_config.to_dict(),
+        "tokenizer": [words, tokenizer.chat_template],
+    }
+    texts = {name: json.dumps(part, sort_keys=True, default=str) for name, part in parts.items()}
+    hashes = {f"{name}_sha256": hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    return {"weights_sha256": weights_hash(model), **hashes}

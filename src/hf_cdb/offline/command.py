@@ -2,6 +2,8 @@
 
 import argparse
 import importlib.util
+import os
+import sys
 from pathlib import Path
 
 from ..bench.models import DTYPES, EMBEDDED
@@ -11,6 +13,7 @@ from ..cdb_arguments import add_cdb_arguments, cdb_settings, json_object
 __all__ = ["LINES_FAILED", "add_arguments", "run"]
 
 LINES_FAILED = 3  # exit status
+_MAX_NEW_TOKENS = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=int, default=1, help="torch threads of a process (default %(default)s)")
     parser.add_argument(
-        "--max-new-tokens", type=int, default=256, metavar="N", help="of a line at most (default %(default)s)"
+        "--max-new-tokens", type=int, metavar="N", help=f"of a line at most (default {_MAX_NEW_TOKENS})"
     )
     parser.add_argument("--do-sample", action="store_true", help="draw tokens")
     parser.add_argument("--temperature", type=float, metavar="X", help="of sampling")
@@ -55,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Continue all lines.
 
     Returns:
-        0, or `LINES_FAILED`.
+        0, or, unless a launcher started it, `LINES_FAILED`.
 
     Raises:
         ValueError, OSError, RuntimeError: as `generate_file`.
@@ -65,20 +68,24 @@ def run(arguments: argparse.Namespace) -> int:
     from .run import FileSettings, generate_file
 
     set_threads(arguments.threads)
-    own = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.do_sample or None}
-    own |= {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
+    own = {"do_sample": arguments.do_sample or None}
+    own |= {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
     options = {name: value for name, value in own.items() if value is not None}
+    options |= json_object("options", arguments.options, '{"repetition_penalty": 1.1}')
+    if "max_length" not in options:
+        options.setdefault("max_new_tokens", _MAX_NEW_TOKENS)
     settings = FileSettings(
         arguments.model,
         arguments.revision,
         arguments.dtype,
         arguments.device,
         arguments.seed,
-        options | json_object("options", arguments.options, '{"repetition_penalty": 1.1}'),
+        options,
         cdb_settings(arguments),
     )
     failed = generate_file(arguments.input, arguments.output, settings, progress=not arguments.no_progress)
     if failed:
-        print(f"{failed} lines of {arguments.output} hold an error.")
-        return LINES_FAILED
+        print(f"{failed} lines of {arguments.output} hold an error.", file=sys.stderr)
+        # Launchers take it for a process that died: torchrun would start all of them again, and fail in the end.
+        return 0 if "WORLD_SIZE" in os.environ else LINES_FAILED
     return 0

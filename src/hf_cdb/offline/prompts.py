@@ -2,24 +2,64 @@
 
 import hashlib
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Prompt", "read_prompts"]
+from ..request_arguments import shown
+
+__all__ = ["Prompt", "check_defaults", "read_prompts", "refuse_meaningless"]
 
 _KINDS = ("prompt", "messages", "input_ids")
-# Arguments of add_request that a line cannot have, and why.
+_TIME = "outputs do not depend on time. Leave it out, and limit tokens instead"
+# Arguments of add_request that a line cannot have, why, and what to do.
 _REFUSED = {
-    "request_id": "a line has an id, and what it likes there",
-    "streaming": "outputs are whole",
-    "record_timestamps": "outputs do not depend on when they came",
-    "num_return_sequences": "a line has one output. Write it several times; each line draws with a seed of its own",
-    "generation_config": "options stand by their own names",
-    "tokenizer": "it is the model's",
+    "request_id": "it has an id, which stands in the output. Give that",
+    "streaming": "outputs are whole. Leave it out",
+    "record_timestamps": "outputs do not depend on time. Leave it out",
+    **dict.fromkeys(("deadline", "created", "max_time"), _TIME),
+    "num_return_sequences": "it has one output. Write it several times; each draws with a seed of its own",
+    "generation_config": "options stand by their own names. Give those",
+    "tokenizer": "it is the model's. Leave it out",
 }
+# What a line may have, but no default of all lines.
+_OF_LINES = {
+    **dict.fromkeys(_KINDS, "each has its own. Write it into the input"),
+    "id": "each has its own. Write it into the input",
+    "seed": "each draws with a seed of its own. Give --seed, to which the number of the line is added",
+}
+
+
+def refuse_meaningless(given: Mapping[str, Any], where: str = "") -> None:
+    """Refuse arguments of `CDBManager.add_request` that a line cannot have.
+
+    Args:
+        given: by name; None is what is left out.
+        where: what they stand in, if that is not the line, for the error.
+
+    Raises:
+        ValueError: it holds one.
+    """
+    _refuse(given, _REFUSED, where)
+
+
+def check_defaults(options: Mapping[str, Any]) -> None:
+    """Refuse options for all lines that a line cannot have, or that cannot be those of all.
+
+    Raises:
+        ValueError: there is one.
+    """
+    _refuse(options, _REFUSED | _OF_LINES, "options: ")
+
+
+def _refuse(given: Mapping[str, Any], reasons: Mapping[str, str], where: str) -> None:
+    for name, reason in reasons.items():
+        if given.get(name) is not None:
+            raise ValueError(f"{where}{name}={shown(given[name])} has no meaning for a line: {reason}.")
 
 
 @dataclass(frozen=True)
@@ -41,7 +81,8 @@ class Prompt:
     @property
     def id(self) -> Any:
         """The line's own, or its number."""
-        return self.given.get("id", self.line)
+        own = self.given.get("id")
+        return self.line if own is None else own
 
     @property
     def options(self) -> dict[str, Any]:
@@ -61,9 +102,7 @@ class Prompt:
         if len(kinds) != 1:
             found = " and ".join(kinds) or "none of them"
             raise ValueError(f"a line has one of {', '.join(_KINDS)}; this one has {found}.")
-        for name, reason in _REFUSED.items():
-            if name in self.given:
-                raise ValueError(f"{name}={self.given[name]!r} has no meaning for a line: {reason}.")
+        refuse_meaningless(self.given)
         value = self.given[kinds[0]]
         if kinds[0] == "input_ids":
             return value
@@ -71,7 +110,7 @@ class Prompt:
             chat = tokenizer.apply_chat_template(value, add_generation_prompt=True, return_dict=True)
             return chat["input_ids"]
         if not isinstance(value, str):
-            raise ValueError(f"prompt={value!r}: give a text; token ids are called input_ids.")
+            raise ValueError(f"prompt={shown(value)}: give a text; token ids are called input_ids.")
         return tokenizer(value).input_ids
 
 
@@ -96,8 +135,16 @@ def read_prompts(path: Path) -> tuple[list[Prompt], str]:
 def _parse(number: int, line: str) -> Prompt:
     try:
         given = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter where it is nested too deeply
         return Prompt(number, len(line), error=f"the line is no JSON: {error}.")
     if not isinstance(given, dict):
         return Prompt(number, len(line), error="the line is no JSON object.")
+    own = given.get("id")
+    # Infinity and nan, which Python reads, are no JSON in the output, and what is nested might be too deep to write.
+    if not (own is None or isinstance(own, str) or (_is_number(own) and abs(own) < math.inf)):
+        return Prompt(number, len(line), error=f"id={shown(own)}: choose a text or a finite number, or leave it out.")
     return Prompt(number, len(line), given)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -13,17 +13,23 @@ import torch
 from tqdm import tqdm
 
 from ..bench.report import environment
+from ..evaluation.fingerprint import model_hashes
 from ..evaluation.records import RecordFile
 from ..evaluation.run import load_model_to_evaluate
 from ..jobs import CDBGenerationOutput, Job, refusal
 from ..manager import CDBManager
+from ..request_arguments import shown
 from .claims import Claims
-from .prompts import Prompt, read_prompts
+from .prompts import Prompt, check_defaults, read_prompts, refuse_meaningless
 
 __all__ = ["FileSettings", "generate_file"]
 
 _WAITING = 8  # lines held beyond the rows in flight, so that a place that becomes free is taken at once
-_TORCHRUN = (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
+_LAUNCHER = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}  # what launchers set, and the least that makes sense
+# Where both are given, generate reads the second one alone.
+_LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
+# Errors of which the next line would fare no better.
+_FATAL = (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError)
 _POLL = 0.2  # seconds until it is looked again whether another process has died
 
 
@@ -37,7 +43,8 @@ class FileSettings:
         dtype: of weights and computation.
         device: of torch; of several processes on a machine each takes one of its kind.
         seed: a line that samples has the seed `seed` + its number, unless it says one itself.
-        options: arguments of `CDBManager.add_request`, for lines that do not say otherwise.
+        options: arguments of `CDBManager.add_request`, for lines that do not say otherwise; `max_length` of a line says
+            so of `max_new_tokens` too.
         cdb: settings of cdb, over the saved ones of the model.
     """
 
@@ -71,21 +78,27 @@ def generate_file(source: Path, output: Path, settings: FileSettings, progress: 
         Lines that failed.
 
     Raises:
-        ValueError: settings that no line could run with, or an output of other prompts or settings.
+        ValueError: settings that no line could run with, or an output of other prompts or settings, or of a model that
+            has changed since.
         OSError: no such file or model.
         RuntimeError: the model failed; lines under way are run again by the next call.
     """
+    check_defaults(settings.options)
     prompts, digest = read_prompts(source)
+    if output.exists() and output.samefile(source):
+        raise ValueError(f"output={str(output)!r} is the input. Name another file.")
     folder = output.with_name(output.name + ".run")
     asked = {**asdict(settings), "input_sha256": digest, "versions": environment()["versions"]}
     _check(output, folder, asked)
     if not output.exists():
-        # Of torchrun only what it says, and no process group: those that are left would fail with one that dies.
-        rank, local_rank, processes = (int(os.environ.get(*known)) for known in _TORCHRUN)
+        # Of launchers only what they say, and no process group: those that are left would fail with one that dies.
+        rank, local_rank, processes = (_said_by_launcher(*known) for known in _LAUNCHER.items())
         device = torch.device(settings.device)
         if device.type != "cpu" and device.index is None:
             device = torch.device(device.type, local_rank)
         model, tokenizer = load_model_to_evaluate(settings.model, settings.revision, settings.dtype, str(device))
+        asked |= model_hashes(model, tokenizer)  # its folder may have changed since a run was stopped
+        _check(output, folder, asked)
         worker = _Worker(model, tokenizer, settings, prompts, processes)
         _note(folder, asked)
         _check(output, folder, asked)  # another process may have been faster
@@ -104,6 +117,21 @@ def generate_file(source: Path, output: Path, settings: FileSettings, progress: 
                 (folder / "claims").unlink(missing_ok=True)
     with output.open(encoding="utf-8") as lines:
         return sum(json.loads(line)["error"] is not None for line in lines)
+
+
+def _said_by_launcher(name: str, least: int) -> int:
+    """A number of the environment; the least where there is none.
+
+    Raises:
+        ValueError: it is none, or too small.
+    """
+    text = os.environ.get(name, str(least))
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(
+            f"{name}={text!r} in the environment: launchers set an integer of at least {least} there. Correct it, or "
+            "unset it."
+        )
+    return int(text)
 
 
 def _note(folder: Path, asked: dict[str, Any]) -> None:
@@ -127,10 +155,19 @@ def _check(output: Path, folder: Path, asked: dict[str, Any]) -> None:
         if output.exists():
             raise ValueError(
                 f"output={str(output)!r} exists, and no {folder.name} beside it tells how it was made. Name another "
-                "file, or remove it."
+                "file, or move this one away."
             )
         return
-    held, asked = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(asked))
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(held, dict):
+            raise ValueError("no JSON object")
+    except ValueError as error:
+        raise ValueError(
+            f"output={str(output)!r}: {str(path)!r}, which tells how it was made, is damaged ({error}). Name another "
+            f"file, or remove this one and {folder.name}."
+        ) from error
+    asked = json.loads(json.dumps(asked))
     if different := [name for name in asked if asked[name] != held.get(name)]:
         name = different[0]
         raise ValueError(
@@ -159,14 +196,35 @@ class _Worker:
     ):
         self.tokenizer, self.settings, self.prompts, self.processes = tokenizer, settings, prompts, processes
         self.manager = CDBManager(model, cdb=settings.cdb or True)
-        self.manager.make_job([0, 1], **self._arguments({}, 0))  # raises for what no line could run with
+        self._try_defaults(prompts[0].line)
         self._places = self.manager.config.max_num_seqs + _WAITING
         self._held: dict[str, tuple[int, Job, int | None]] = {}  # piece, job and seed, by the job's name
         # A long line that is begun last would keep its process alone at the end.
         self._candidates = deque(sorted(range(len(prompts)), key=self._size, reverse=True))
 
+    def _try_defaults(self, line: int) -> None:
+        """Prepare a request of the shortest prompt.
+
+        Raises:
+            ValueError: settings that no line could run with.
+        """
+        try:
+            job = self.manager.make_job([0], **self._arguments({}, line))
+        except (ValueError, *_FATAL):
+            raise
+        except Exception as error:  # of whatever kind, each line would have it
+            raise ValueError(
+                f"options={shown(self.settings.options)}: no line could run with them ({error!r}). Change or leave out "
+                "what this names."
+            ) from error
+        config = job.run.generation_config  # holds what the model's own adds
+        copies = None if config.num_return_sequences == 1 else config.num_return_sequences
+        own = {"num_return_sequences": copies, "max_time": config.max_time}
+        refuse_meaningless(own, "generation_config of the model: ")
+
     def _size(self, piece: int) -> tuple[int, int]:
-        limit = self.prompts[piece].options.get("max_new_tokens", self.settings.options.get("max_new_tokens"))
+        options = self._options(self.prompts[piece].options)
+        limit = options.get("max_new_tokens", options.get("max_length"))
         return limit if isinstance(limit, int) else 0, self.prompts[piece].length
 
     def work(self, claims: Claims, file: RecordFile, bar: tqdm) -> None:
@@ -205,22 +263,31 @@ class _Worker:
             token_ids = prompt.token_ids(self.tokenizer)
             arguments = self._arguments(prompt.options, prompt.line)
             job = self.manager.make_job(token_ids, f"line {prompt.line}", **arguments)
-        except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
-            raise  # the next line would fare no better
+        except _FATAL:
+            raise
         except Exception as error:  # of whatever kind, it is this line's
             return self._record(prompt, refusal("", [], error))
-        self._held[job.request_id] = piece, job, arguments.get("seed")
+        seed = arguments.get("seed") if job.run.generation_config.do_sample else None
+        self._held[job.request_id] = piece, job, seed
         self.manager.submit_job(job)
         return None
 
     def _arguments(self, own: dict[str, Any], line: int) -> dict[str, Any]:
         """Arguments of a request for a line with these options."""
-        options = {**self.settings.options, **own}
+        options = self._options(own)
         if options.get("do_sample", self.manager.generation_config.do_sample):
             options.setdefault("seed", self.settings.seed + line)
         if "stop_strings" in options:
             options["tokenizer"] = self.tokenizer
         return options
+
+    def _options(self, own: dict[str, Any]) -> dict[str, Any]:
+        """A line's options, and the defaults that they leave."""
+        options = {name: value for name, value in self.settings.options.items() if value is not None}
+        for length, new_tokens in _LENGTHS.items():
+            if length in own:
+                options.pop(new_tokens, None)
+        return options | own
 
     def _ended(self) -> dict[int, dict[str, Any]]:
         """Wait for lines to end, not for long; their records by piece.
