@@ -109,7 +109,7 @@ class CDBManager(AsyncFront):
 
     @property
     def waiting(self) -> int:
-        """Sequences that have not started."""
+        """Sequences that hold no place: they have not started, or were preempted."""
         return self._engine.scheduler.waiting
 
     @property
@@ -119,7 +119,7 @@ class CDBManager(AsyncFront):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values of what is in flight."""
+        """Bytes of the keys and values of what is in flight, and of prompts that are kept for others."""
         return self._engine.cache.core_bytes + self._engine.cache.outer_bytes
 
     @property

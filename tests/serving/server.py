@@ -53,7 +53,11 @@ def wait_until(true: Callable[[], bool], seconds: float = 30) -> None:
 
 def figures(address: str) -> dict[str, float]:
     """What `/metrics` says, by name and labels."""
-    families = text_string_to_metric_families(httpx.get(f"{address}/metrics").text)
+    return figures_in(httpx.get(f"{address}/metrics").text)
+
+
+def figures_in(text: str) -> dict[str, float]:
+    families = text_string_to_metric_families(text)
     return {
         sample.name + "".join(f"[{value}]" for value in sample.labels.values()): sample.value
         for family in families

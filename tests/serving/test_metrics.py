@@ -5,8 +5,12 @@ import time
 import httpx
 import openai
 import pytest
+from transformers import AutoModelForCausalLM
 
-from .server import NAME, figures, wait_until
+from hf_cdb import CDBManager, tiny_checkpoint
+from hf_cdb.serving.metrics import Metrics
+
+from .server import NAME, figures, figures_in, wait_until
 
 
 def test_figures_after_known_requests(client, address):
@@ -39,6 +43,24 @@ def test_figures_after_known_requests(client, address):
     assert 1 < found["hf_cdb_flop_bound"] < 4
     assert 0 < found["hf_cdb_realised_share"] <= 1
     assert found["hf_cdb_refused_requests_total"] == 0
+    for name in ("preemptions", "recomputed_positions", "reused_positions"):
+        assert found[f"hf_cdb_{name}_total"] == 0
+
+
+def test_what_is_short_and_what_is_shared_is_counted():
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("ouro"))
+    prompt = [1 + index % 60 for index in range(100)]
+    with CDBManager(model, cdb={"exit_rule": "never"}) as manager:
+        for last in (61, 62, 63):
+            name = manager.add_request([*prompt, last], max_new_tokens=2)
+            while not manager.get_result(name, timeout=20).is_finished():
+                pass
+        found = figures_in(Metrics(manager).text().decode())
+        # The first one's prompt is remembered by its ids, the second one's is kept.
+        assert found["hf_cdb_reused_positions_total"] == 100
+        manager.stats.pressure.update(preemptions=2, recomputed_positions=7)
+        found = figures_in(Metrics(manager).text().decode())
+    assert (found["hf_cdb_preemptions_total"], found["hf_cdb_recomputed_positions_total"]) == (2, 7)
 
 
 def test_refusals_are_counted(client, address):

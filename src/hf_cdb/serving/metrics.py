@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ..jobs import CDBGenerationOutput
@@ -81,9 +81,9 @@ class _ManagerFigures(Collector):
     def collect(self) -> Iterator[Metric]:
         manager, stats = self._manager, _copy(self._manager.stats)
         gauges = {
-            "waiting_sequences": ("That have not started.", manager.waiting),
+            "waiting_sequences": ("That hold no place: not started, or preempted.", manager.waiting),
             "running_sequences": ("In flight.", manager.running),
-            "kv_bytes": ("Keys and values of what is in flight.", manager.kv_bytes),
+            "kv_bytes": ("Keys and values of what is in flight, and of prompts that are kept.", manager.kv_bytes),
             "kv_reserved_bytes": ("The same with the gaps between.", manager.reserved_bytes),
             "occupancy": ("Mean width of the loop's launches as a share of max_num_seqs.", stats.occupancy),
             "mean_depth": ("Loops per generated token.", stats.mean_depth),
@@ -92,6 +92,13 @@ class _ManagerFigures(Collector):
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"hf_cdb_{name}", text, value=value)
+        counts = {
+            "preemptions": ("Sequences that gave up their room to others.", stats.pressure["preemptions"]),
+            "recomputed_positions": ("That had to run again for it.", stats.pressure["recomputed_positions"]),
+            "reused_positions": ("Of prompts, copied from others that begin alike.", stats.reused_positions),
+        }
+        for name, (text, value) in counts.items():
+            yield CounterMetricFamily(f"hf_cdb_{name}", text, value=value)
         yield _depths(stats)
 
 
@@ -99,7 +106,7 @@ def _copy(stats: CDBStats) -> CDBStats:
     """A snapshot: the manager's thread counts on, and copying a dict is one step for Python."""
     return replace(
         stats,
-        **{name: Counts(getattr(stats, name)) for name in ("asked", "launches", "rows", "depths")},
+        **{name: Counts(getattr(stats, name)) for name in ("asked", "launches", "pressure", "rows", "depths")},
         widths={stage: Counts(widths) for stage, widths in dict(stats.widths).items()},
         trace=None,
     )
