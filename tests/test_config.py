@@ -51,6 +51,12 @@ def refused(words, run):
         ({"kv_slots": 2}, ["kv_slots=2", "kv_policy='auto'"]),
         ({"max_kv_memory": 0}, ["max_kv_memory=0"]),
         ({"max_kv_memory": 1.5}, ["max_kv_memory=1.5", "share"]),
+        ({"max_kv_memory": True}, ["max_kv_memory=True", "share"]),
+        ({"max_kv_memory": numpy.int64(-1)}, ["max_kv_memory=np.int64(-1)", "bytes"]),
+        ({"max_kv_memory": float("nan")}, ["max_kv_memory=nan", "share"]),
+        ({"max_kv_memory": "1G"}, ["max_kv_memory='1G'", "bytes"]),
+        ({"preemption": "swap", "max_kv_memory": 9}, ["preemption='swap'", "offload, recompute"]),
+        ({"preemption": "recompute"}, ["preemption='recompute'", "without max_kv_memory"]),
         ({"seeds": ["a"]}, ["seeds"]),
         ({"seeds": 5}, ["seeds=5", "one integer per prompt"]),
         ({"exit_rule": "gate", "exit_threshold": "0.5"}, ["exit_threshold='0.5'", "number"]),
@@ -157,6 +163,9 @@ def test_integers_of_numpy_are_integers():
     )
     assert config == CDBConfig(max_num_seqs=4, exit_rule="replay", exit_depths=[[4, 1]], seeds=[3])
     assert CDBConfig(exit_threshold=numpy.float32(0.5)).exit_threshold == 0.5
+    for given, kept in ((numpy.int64(7), 7), (numpy.float32(0.5), 0.5), (1, 1), (1.0, 1.0)):
+        memory = CDBConfig(max_kv_memory=given).max_kv_memory
+        assert (memory, type(memory)) == (kept, type(kept))
 
 
 def test_to_dict_round_trips_and_refuses_objects():

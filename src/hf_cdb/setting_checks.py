@@ -42,6 +42,8 @@ def checked_settings(config: Any) -> dict[str, Any]:
         )
     _check_rule(config)
     _check_policy(config)
+    if config.max_kv_memory is not None:
+        found["max_kv_memory"] = _bytes_or_share("max_kv_memory", config.max_kv_memory)
     _check_memory(config)
     if config.exit_depths is not None:
         found["exit_depths"] = _rows_of_integers("exit_depths", config.exit_depths)
@@ -143,16 +145,18 @@ def _check_policy(config: Any) -> None:
         )
 
 
+def _bytes_or_share(name: str, value: Any) -> int | float:
+    if is_integer(value) and value > 0:
+        return int(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral) and 0 < value <= 1:
+        return float(value)
+    raise ValueError(
+        f"{name}={value!r}: choose bytes (a positive integer) or a share of the free memory (a float in (0, 1])."
+    )
+
+
 def _check_memory(config: Any) -> None:
     memory = config.max_kv_memory
-    if memory is not None and (
-        isinstance(memory, bool)
-        or not ((isinstance(memory, int) and memory > 0) or (isinstance(memory, float) and 0 < memory <= 1))
-    ):
-        raise ValueError(
-            f"max_kv_memory={memory!r}: choose bytes (a positive integer) or a share of the free memory (a float "
-            "in (0, 1])."
-        )
     if config.preemption not in PREEMPTIONS:
         raise ValueError(
             f"preemption={config.preemption!r} is unknown{nearest(config.preemption, PREEMPTIONS)} Choose one of "
