@@ -284,7 +284,7 @@ def test_after_an_error_of_the_model_nothing_is_copied(monkeypatch):
 def test_beginnings_of_different_full_depth(lookahead):
     """A request may be less deep than the engine, and fewer slots are copied then; equal to requests that share
     nothing in the dense layout."""
-    model = test_prefix_reuse.model_of("ouro")
+    model = model_of("ouro")
     rows, depths, outputs = test_prefix_reuse.begin_alike(3, 9, 5, 4, 7, 2), [2, 4, 2, 4, 2, 4], []
     for settings in ({"prefix_reuse": False}, COMPACT):
         engine, requests = test_prefix_reuse.engine_of(model, rows, 6, lookahead=lookahead, max_num_seqs=4, **settings)
@@ -319,7 +319,7 @@ def test_what_is_copied_is_what_would_have_been_written(name, threshold, pool, s
     """From a request that has generated meanwhile, then from what is kept: every entry is that of the request alone,
     and what is kept takes R entries a position and not one more."""
     choose(monkeypatch, short, pool, BEGINNINGS)
-    model, shared = test_prefix_reuse.model_of(name), test_prefix_reuse.SHARED
+    model, shared = model_of(name), test_prefix_reuse.SHARED
     rows = test_prefix_reuse.begin_alike(3, 9, 5)
     settings = {"exit_threshold": threshold, "max_num_seqs": 2, "prefill_chunk_size": 32, **COMPACT}
     engine, requests = test_prefix_reuse.engine_of(model, rows, 9, **settings)

@@ -13,26 +13,13 @@ from hf_cdb.reference import reference_generate
 from hf_cdb.request import Request
 from hf_cdb.sampling import Sampler
 
-from .dory import random_dory
 from .pairwise import pairwise
-from .tiny import assert_close, left_pad, prompts, random_huginn, random_ouro
+from .test_engine import model_of
+from .tiny import assert_close, left_pad, prompts, random_ouro
 
 EARLY = {"exit_rule": "confidence", "exit_threshold": 0.3}
 SHARED = 80
 NEW_TOKENS = 6
-
-
-@functools.cache
-def model_of(name):
-    make = {
-        "ouro": random_ouro,
-        "ouro-gqa": functools.partial(random_ouro, hidden_size=64, num_attention_heads=4, num_key_value_heads=2),
-        "huginn": random_huginn,
-        "dory": random_dory,
-    }[name]
-    model = enable_cdb(make().double())
-    model.generation_config.update(eos_token_id=None, bos_token_id=None, pad_token_id=0)
-    return model
 
 
 def begin_alike(*lengths, shared=SHARED):

@@ -11,7 +11,7 @@ __all__ = ["SavedArrays", "SavedKV"]
 
 @dataclass(frozen=True)
 class SavedKV:
-    """What one request has cached of its first positions, whatever the layout it came from.
+    """What one request has cached of its first positions in the dense layout, short or long (`Segment`).
 
     Attributes:
         core: `[core layers, slots, positions, 2 * kv heads, head dim]`; a slot that a position never wrote holds
