@@ -237,6 +237,21 @@ def test_gaps_are_closed_before_the_pool_grows_beyond_its_bound():
         assert (cache._written[segment.core : segment.core + 4] == key).all()
 
 
+def test_memory_that_runs_out_between_the_pools_is_given_back():
+    adapter = adapter_for(model_of("huginn"))
+    cache = DepthCache(adapter, KVPolicy.create("last_exited", 6))
+
+    def fail(rows):
+        raise MemoryError
+
+    cache._pools["outer"].allocate = fail
+    with pytest.raises(MemoryError):
+        cache.allocate(0, 7)
+    (free,) = cache._pools["core"]._free
+    assert free == (0, cache._pools["core"].tensor.shape[1])
+    assert not cache._segments
+
+
 @pytest.mark.parametrize("kv_policy", ["last_exited", "shared"])
 @pytest.mark.parametrize(
     ("preemption", "moment"),

@@ -112,7 +112,12 @@ class DepthCache(Cache):
     def allocate(self, key: int, capacity: int) -> None:
         """Give request `key` room for `capacity` positions."""
         capacity = self.positions(capacity)
-        core, outer = (self._take(kind, self._rows(kind, capacity)) for kind in self._pools)
+        core = self._take("core", self._rows("core", capacity))
+        try:
+            outer = self._take("outer", self._rows("outer", capacity))
+        except BaseException:  # out of memory; nobody else would give these rows back
+            self._pools["core"].release(core, self._rows("core", capacity))
+            raise
         self._segments[key] = Segment(capacity, core, outer, self._is_short(capacity))
         missing = self._pools["core"].tensor.shape[1] - len(self._written)
         if missing > 0:
