@@ -1,12 +1,12 @@
 """A workload that needs more memory than there is: what waiting and preemption cost, and whether results stay the same.
 
 All requests come at once. Without a limit all of them run together; under pressure their keys and values get a share of
-what that takes. Depths are replayed, so that all systems do the same work.
+what that takes. Depths are replayed, so that all systems do the same work, or decided by an exit rule.
 """
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, default in (("prompt", "lognormal:48:2.2:4096"), ("new", "1-512")):
         parser.add_argument(f"--{name}", default=default, help="lengths, as for `bench simulate` (default %(default)s)")
     parser.add_argument("--mix", help="depths, as for `bench simulate`")
+    parser.add_argument("--exit-rule", metavar="RULE", help="in place of a mix: lets this rule decide")
+    parser.add_argument("--exit-threshold", type=float, metavar="X", help="of that rule (default its own)")
     parser.add_argument("--share", type=float, default=0.25, help="of the memory that all need (default %(default)s)")
     parser.add_argument("--width", type=int, help="rows in flight at most (default: all requests)")
     parser.add_argument("--check", type=int, default=10, help="requests to run alone as well (default %(default)s)")
@@ -69,21 +71,19 @@ class Outcome:
     seconds: float
 
 
-def run_requests(
-    adapter: LoopAdapter, prompts: Sequence[torch.Tensor], depths: Sequence[Sequence[int]], **settings: Any
-) -> Outcome:
+def run_requests(adapter: LoopAdapter, prompts: Sequence[torch.Tensor], new: Sequence[int], **settings: Any) -> Outcome:
     """Run requests that come at once.
 
     Args:
         prompts: int64 token ids of each.
-        depths: for each a depth per new token.
+        new: tokens of each.
         settings: of cdb.
     """
-    engine = Engine(adapter, CDBConfig(exit_rule=Replay(depths), **settings).resolve(adapter))
+    engine = Engine(adapter, CDBConfig(**settings).resolve(adapter))
     sampler = Sampler([[] for _ in prompts], prompts, do_sample=False)
     requests = [
-        Request(key, len(row), sampler, prompt_ids=prompt, row=key)
-        for key, (prompt, row) in enumerate(zip(prompts, depths, strict=True))
+        Request(key, count, sampler, prompt_ids=prompt, row=key)
+        for key, (prompt, count) in enumerate(zip(prompts, new, strict=True))
     ]
     for request in requests:
         engine.add_request(request)
@@ -108,20 +108,28 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     adapter = adapter_for(load_model(arguments.model, arguments.dtype, arguments.device))
     rng = numpy.random.default_rng(arguments.seed)
     lengths, new = (draw_lengths(spec, arguments.requests, rng) for spec in (arguments.prompt, arguments.new))
-    mix = arguments.mix or default_mix(adapter.full_depth)
-    depths = draw_depths(depth_shares(mix, adapter.full_depth), new, adapter.full_depth, rng)
+    mix = "live" if arguments.exit_rule else arguments.mix or default_mix(adapter.full_depth)
+    depths = []
+    if mix != "live":
+        depths = draw_depths(depth_shares(mix, adapter.full_depth), new, adapter.full_depth, rng)
     prompts = [torch.from_numpy(rng.integers(1, adapter.vocab_size, size=length)) for length in lengths]
     width = arguments.width or len(prompts)
 
-    outcomes = {UNLIMITED: run_requests(adapter, prompts, depths, max_num_seqs=width)}
+    def serve(keys: Sequence[int], **settings: Any) -> Outcome:
+        exits = {"exit_rule": arguments.exit_rule, "exit_threshold": arguments.exit_threshold}
+        if mix != "live":
+            exits = {"exit_rule": Replay([depths[key] for key in keys])}
+        return run_requests(adapter, [prompts[key] for key in keys], [new[key] for key in keys], **exits, **settings)
+
+    outcomes = {UNLIMITED: serve(range(len(prompts)), max_num_seqs=width)}
     position = outcomes[UNLIMITED].engine.cache.bytes_per_position()
     needs = [position * (length + count - 1) for length, count in zip(lengths, new, strict=True)]
     budget = max(*needs, int(arguments.share * sum(needs)))
     limits = {"max_num_seqs": width, "max_kv_memory": budget}
     for system, settings in SYSTEMS.items():
-        outcomes[system] = run_requests(adapter, prompts, depths, **limits, **settings)
+        outcomes[system] = serve(range(len(prompts)), **limits, **settings)
     rows = [_figures(system, outcome, outcomes[UNLIMITED]) for system, outcome in outcomes.items()]
-    checked = _compare(adapter, prompts, depths, outcomes, arguments.check)
+    checked = _compare(outcomes, lambda key: serve([key], max_num_seqs=1).requests[0], arguments.check)
 
     print(
         f"{len(prompts)} requests of {min(lengths)}-{max(lengths)} + {min(new)}-{max(new)} tokens, {width} in flight "
@@ -155,6 +163,15 @@ def _check(arguments: argparse.Namespace) -> None:
             f"requests={arguments.requests}, width={arguments.width}, check={arguments.check}: choose at least 2 "
             "requests, a width of at least 1, and 0 or more to check."
         )
+    if arguments.exit_rule is None and arguments.exit_threshold is not None:
+        raise ValueError(
+            f"exit_threshold={arguments.exit_threshold} without --exit-rule: the depths of a mix are replayed. Name "
+            "the rule, or drop it."
+        )
+    if arguments.exit_rule is not None and arguments.mix is not None:
+        raise ValueError(f"mix={arguments.mix!r} beside --exit-rule {arguments.exit_rule}: one of them decides.")
+    if arguments.exit_rule == "replay":
+        raise ValueError("exit_rule='replay': leave it out, and name the depths by --mix.")
     check_seed(arguments.seed)
     check_device(arguments.device)
     check_outputs(json=arguments.json)
@@ -175,6 +192,7 @@ def _figures(system: str, outcome: Outcome, unlimited: Outcome) -> dict[str, Any
         "launches": sum(stats.launches.values()),
         "tokens/s": unlimited.seconds / outcome.seconds,
         "seconds": outcome.seconds,
+        "depths": stats.to_dict()["depths"],
         "most preemptions of one": max(request.preemptions for request in outcome.requests),
     }
     for name, q in (*((f"p{q}", q) for q in PERCENTILES), ("max", 100)):
@@ -183,13 +201,7 @@ def _figures(system: str, outcome: Outcome, unlimited: Outcome) -> dict[str, Any
     return row
 
 
-def _compare(
-    adapter: LoopAdapter,
-    prompts: Sequence[torch.Tensor],
-    depths: Sequence[Sequence[int]],
-    outcomes: dict[str, Outcome],
-    count: int,
-) -> int:
+def _compare(outcomes: dict[str, Outcome], alone: Callable[[int], Request], count: int) -> int:
     """Hold all systems to each other, and the requests that were preempted most often to a run alone; how many."""
     for system, outcome in outcomes.items():
         for one, other in zip(outcome.requests, outcomes[UNLIMITED].requests, strict=True):
@@ -197,8 +209,7 @@ def _compare(
     pressed = max(outcomes.values(), key=lambda outcome: outcome.engine.stats.pressure["preemptions"])
     chosen = sorted(pressed.requests, key=lambda request: -request.preemptions)[:count]
     for request in chosen:
-        alone = run_requests(adapter, [prompts[request.key]], [depths[request.key]], max_num_seqs=1)
-        _hold("alone", request, alone.requests[0])
+        _hold("alone", request, alone(request.key))
     return len(chosen)
 
 
