@@ -441,6 +441,21 @@ def test_a_pause_holds_launches_and_new_weights_are_used_after_it(manager):
         assert after == alone(model, PROMPTS[0], {"exit_rule": "never"}, max_new_tokens=6)[0]
 
 
+@pytest.mark.parametrize("ran", [False, True])
+def test_new_weights_before_a_start_are_used(ran):
+    model = random_ouro(hidden_size=256, intermediate_size=512, eos_token_id=None, pad_token_id=0)
+    packing = CDBManager(model, cdb={"exit_rule": "never", "prepack_weights": "auto"})
+    if ran:
+        with packing:
+            last(packing, packing.add_request(PROMPTS[0], max_new_tokens=1))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.mul_(-1)
+    with packing:
+        found = told(last(packing, packing.add_request(PROMPTS[0], max_new_tokens=6)))
+    assert found == alone(model, PROMPTS[0], {"exit_rule": "never"}, max_new_tokens=6)[0]
+
+
 def test_a_pause_in_the_middle_loses_nothing(manager):
     name = manager.add_request(PROMPTS[0], max_new_tokens=60, streaming=True)
     manager.get_result(name, timeout=PATIENCE)

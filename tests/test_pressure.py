@@ -1,5 +1,7 @@
 """Too little memory for the rows in flight: they wait, are preempted and come back, and nothing else changes."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -28,10 +30,10 @@ def small_steps(monkeypatch):
     monkeypatch.setattr("hf_cdb.cache.STEP", 2)
 
 
-def engine_of(model, share=None, new=NEW, do_sample=False, **settings):
-    """An engine with a request for each of `LENGTHS`, and a budget that is a share of what all of them need."""
+def engine_of(model, share=None, new=NEW, lengths=LENGTHS, do_sample=False, **settings):
+    """An engine with a request for each of `lengths`, and a budget that is a share of what all of them need."""
     adapter = adapter_for(model)
-    rows = prompts(*LENGTHS)
+    rows = prompts(*lengths)
     sampler = Sampler(
         [[] for _ in rows],
         rows,
@@ -135,6 +137,26 @@ def test_rows_under_pressure_equal_the_oracle(case, monkeypatch):
         expected = reference_generate(model, prompts(*LENGTHS)[key], NEW[key], **oracle)
         assert (requests[key].tokens, requests[key].exit_depths) == (expected.tokens, expected.exit_depths)
         assert_close(torch.stack(requests[key].logits), expected.logits, 1e-4)
+
+
+@pytest.mark.parametrize("kv", ["last_exited", "compact", "shared", "first_then_shared", "modular"])
+@pytest.mark.parametrize(
+    ("name", "exit_rule"),
+    [("ouro", "gate"), *itertools.product(("ouro", "huginn"), [*sorted({*THRESHOLDS} - {"gate"}), "never", "replay"])],
+)
+def test_what_is_recomputed_equals_the_original_run_under_every_rule_and_policy(name, exit_rule, kv):
+    lengths, new = (3, 6, 2), (10, 12, 14)
+    settings = {"exit_rule": exit_rule, "new": new, "lengths": lengths}
+    settings["kv_policy"], settings["kv_layout"] = ("last_exited", "compact") if kv == "compact" else (kv, "dense")
+    if exit_rule in THRESHOLDS:
+        settings["exit_threshold"] = THRESHOLDS[exit_rule][name]
+    if exit_rule == "replay":
+        full = adapter_for(model_of(name)).full_depth
+        settings["exit_depths"] = [[full, *([1, 2, full, 3, 2] * 3)[start:][:13]] for start in range(3)]
+    _, expected = run(model_of(name), **settings)
+    engine, requests = run(model_of(name), 0.4, preemption="recompute", **settings)
+    assert engine.stats.pressure["recomputed_positions"] > 0
+    assert_equal(requests, expected, 1e-9)
 
 
 @pytest.mark.parametrize("preemption", ["offload", "recompute"])

@@ -85,9 +85,8 @@ class Worker:
                 if self._mode == _RUN:
                     return False
                 raise RuntimeError("the manager is stopping. Wait for it with `join`, then start it.")
-            again = self._thread is not None
             self.join()  # one that has died may still be telling its requests
-            thread = threading.Thread(target=self._work, args=(again,), name="hf-cdb-manager", daemon=True)
+            thread = threading.Thread(target=self._work, name="hf-cdb-manager", daemon=True)
             with self._changed:  # the thread waits for it
                 thread.start()
                 self._thread, self.fatal_error, self._mode, self._working = thread, None, _RUN, True
@@ -193,13 +192,12 @@ class Worker:
         self._pauses.remove(threading.get_ident())
         self._changed.notify_all()
 
-    def _work(self, again: bool) -> None:
+    def _work(self) -> None:
         cause: BaseException = RuntimeError("the manager was stopped before this request had ended.")
         try:
             if self.engine.adapter.device.index is not None and self.engine.adapter.device.type == "cuda":
                 torch.cuda.set_device(self.engine.adapter.device)  # of this thread
-            if again:
-                self.engine.refresh_weights()
+            self.engine.refresh_weights()  # they may have changed while nothing ran
             while self._take_in():
                 self._run()
         except BaseException as error:  # nobody else would tell those who wait
