@@ -147,7 +147,7 @@ def engine_of(model, lengths, new_tokens, settings, **more):
 @pytest.mark.parametrize("short", ["long", "short"])
 def test_memory_is_the_loops_that_were_run(short, monkeypatch):
     """Counted by hand after every launch: an entry for each loop of each cached position, prompts at R. So on this
-    workload, of the mix .4/.3/.2/.1, it is under three quarters of dense, and what is reserved is close to it."""
+    workload, of the mix .4/.3/.2/.1, it is soon under nine tenths of dense, and what is reserved is close to it."""
     choose(monkeypatch, short)
     lengths, new_tokens = [30 + 7 * row for row in range(12)], 40
     generator = numpy.random.default_rng(0)
@@ -171,6 +171,7 @@ def test_memory_is_the_loops_that_were_run(short, monkeypatch):
             ratios.append(engine.cache.reserved_bytes / engine.cache.core_bytes)
             shares.append(expected / positions / 4)
     assert all(request.exit_depths == depths[request.key].tolist() for request in requests)
+    assert min(ratios) >= 1
     assert numpy.mean(ratios) < 1.1
     assert engine.stats.kv_bytes_reserved < 1.1 * engine.stats.kv_bytes
     assert numpy.mean(shares[len(shares) // 4 :]) < 0.9

@@ -7,7 +7,10 @@ import torch
 
 from hf_cdb import CDBConfig, CDBManager, RowsFailedError, enable_cdb
 from hf_cdb.adapters import adapter_for
+from hf_cdb.cache import DepthCache
 from hf_cdb.engine import Engine
+from hf_cdb.kv_policy import KVPolicy
+from hf_cdb.prefix_reuse import PrefixReuse
 from hf_cdb.prefixes import LEAST
 from hf_cdb.reference import reference_generate
 from hf_cdb.request import Request
@@ -137,6 +140,31 @@ def test_what_is_kept_makes_room_for_rows_that_start_grow_and_come_back(preempti
             events["preempted"] += len(launch.preempted)
             events["kept"] += kept > 0
     assert all(events.values()), events
+
+
+@pytest.mark.parametrize("preemptions", [0, 1])
+def test_a_prompt_that_runs_again_is_not_kept_before_it_is_through(preemptions):
+    """A row that ends with its first token has run its prompt; one that was preempted and is cancelled may not have."""
+    cache = DepthCache(adapter_for(model_of("ouro")), KVPolicy.create("last_exited", 4))
+    reuse, (ended, waits) = PrefixReuse(cache, 10**9), begin_alike(1, 2)
+    for key, ids in enumerate((ended, waits)):
+        reuse.add(Request(key, 4, None, prompt_ids=ids, max_depth=4))
+    cache.allocate(0, len(ended) + 3)
+    assert reuse.prefixes.start(0) == 0
+    request = Request(0, 4, None, prompt_ids=ended, max_depth=4, tokens=[5], exit_depths=[4], preemptions=preemptions)
+    reuse.end(request)
+    cache.free(0)
+    assert list(cache._segments) == ([] if preemptions else ["prefix 1"])
+    assert (reuse.prefixes.kept_bytes > 0) == (not preemptions)
+
+
+@pytest.mark.parametrize("option", [torch.zeros(2), [1], {"a": 1}])
+def test_start_options_that_their_texts_do_not_tell_apart_share_nothing(option):
+    cache = DepthCache(adapter_for(model_of("ouro")), KVPolicy.create("last_exited", 4))
+    reuse = PrefixReuse(cache, 10**9)
+    for key, ids in enumerate(begin_alike(1, 2)):
+        reuse.add(Request(key, 4, None, prompt_ids=ids, max_depth=4, start_options={"own": option}))
+    assert reuse.prefixes.start(0) == reuse.prefixes.start(1) == 0
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])

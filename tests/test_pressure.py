@@ -121,6 +121,7 @@ def test_rows_under_pressure_equal_the_oracle(case, monkeypatch):
     if case["max_num_seqs"] == 64 and case["refill"]:
         assert engine.stats.pressure["preemptions"] > 0
     assert engine.stats.kv_bytes_peak <= engine.scheduler.budget
+    assert engine.stats.kv_bytes_reserved >= engine.stats.kv_bytes_peak
     if kv != "compact":  # which takes whole pages
         assert engine.cache.reserved_bytes <= engine.scheduler.budget
     assert_empty(engine)
@@ -373,6 +374,17 @@ def test_what_can_never_fit_is_refused_at_once_and_the_others_finish():
         border = manager.add_request([3] * 60, max_new_tokens=5)  # 64 positions, all there are
         assert len(last(manager, border).generated_tokens) == 5
     assert_clean(manager)
+
+
+def test_a_budget_beyond_the_machine_leaves_its_memory_the_bound(monkeypatch):
+    monkeypatch.setattr("hf_cdb.engine.whole_memory", lambda device: 10**9)
+    adapter = adapter_for(model_of("ouro"))
+    engine = Engine(adapter, CDBConfig(max_kv_memory=10**16).resolve(adapter))
+    with pytest.raises(ValueError, match=r"^the memory is 1000000000 bytes, but a prompt of 3 with 1000000 new"):
+        engine.check(Request(0, 10**6, None, prompt_ids=prompts(3)[0]))
+    engine = Engine(adapter, CDBConfig(max_kv_memory=10**8).resolve(adapter))
+    with pytest.raises(ValueError, match=r"^max_kv_memory=100000000 is 100000000 bytes"):
+        engine.check(Request(0, 10**6, None, prompt_ids=prompts(3)[0]))
 
 
 @pytest.mark.parametrize("preemption", ["offload", "recompute"])

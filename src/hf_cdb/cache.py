@@ -45,7 +45,7 @@ class DepthCache(Cache):
         super().__init__(layers=[])
         self.adapter, self.policy, self.flash = adapter, policy, flash
         self._heads = 2 * adapter.kv_heads  # of keys and of values
-        self._segments: dict[int, Segment] = {}
+        self._segments: dict[Hashable, Segment] = {}
         self._most: int | None = None  # positions that the pools grow to
         self.release()
 
@@ -109,7 +109,7 @@ class DepthCache(Cache):
         for kind, pool in self._pools.items():
             pool.reserve(sum(self._rows(kind, self.positions(capacity)) for capacity in capacities))
 
-    def allocate(self, key: int, capacity: int) -> None:
+    def allocate(self, key: Hashable, capacity: int) -> None:
         """Give request `key` room for `capacity` positions."""
         capacity = self.positions(capacity)
         core = self._take("core", self._rows("core", capacity))
@@ -124,11 +124,11 @@ class DepthCache(Cache):
             self._written = numpy.concatenate((self._written, numpy.empty(missing, dtype=numpy.int16)))
         self._written[core : core + capacity] = self.policy.slots - 1
 
-    def need(self, key: int, positions: int, most: int, saved: SavedKV | None = None) -> int:
+    def need(self, key: Hashable, positions: int, most: int, saved: SavedKV | None = None) -> int:
         """Bytes that request `key` holds after `make_room` with the same arguments, and `restore` of what was saved."""
         return self._positions_held(key, positions, most) * self.bytes_per_position()
 
-    def make_room(self, key: int, positions: int, most: int) -> bool:
+    def make_room(self, key: Hashable, positions: int, most: int) -> bool:
         """Let request `key` hold room for `positions` positions at least, and for a step ahead where it gets more than
         it had: an eighth, so that copying is rare however long it becomes.
 
@@ -150,19 +150,19 @@ class DepthCache(Cache):
             self.restore(key, saved)
         return True
 
-    def _positions_held(self, key: int, positions: int, most: int) -> int:
+    def _positions_held(self, key: Hashable, positions: int, most: int) -> int:
         segment = self._segments.get(key)
         if segment is not None and positions <= segment.capacity:
             return segment.capacity
         return self.positions(min(most, positions + max(STEP, positions // 8)))
 
-    def save(self, key: int, positions: int) -> SavedKV:
+    def save(self, key: Hashable, positions: int) -> SavedKV:
         """A copy of what request `key` has at its first `positions` positions."""
         segment = self._segments[key]
         core, outer = (self._entries(kind, segment)[:, :, :positions].clone() for kind in self._pools)
         return SavedKV(core, outer, self._written[segment.core : segment.core + positions].copy())
 
-    def restore(self, key: int, saved: SavedKV) -> None:
+    def restore(self, key: Hashable, saved: SavedKV) -> None:
         """Put a copy back, into room for as many positions or more."""
         segment = self._segments[key]
         if not segment.short:
@@ -190,7 +190,7 @@ class DepthCache(Cache):
         row_bytes = self._heads * self.adapter.head_dim * self.adapter.dtype.itemsize
         return capacity * row_bytes <= SHORT_BYTES or self.flash is not None or self.adapter.device.type != "cpu"
 
-    def free(self, key: int) -> None:
+    def free(self, key: Hashable) -> None:
         """Take back what request `key` holds; nothing happens where it holds nothing."""
         segment = self._segments.pop(key, None)
         if segment is not None:
@@ -319,7 +319,7 @@ class DepthCache(Cache):
             self._places[kind] = Places(self.bound, segments, kind, self.policy, self._written, self.adapter, paged)
         return self._places[kind]
 
-    def fill(self, key: int, position: int, depth: int) -> None:
+    def _fill(self, key: Hashable, position: int, depth: int) -> None:
         """Let the slots that the token at `position` never wrote read as the entry of loop `depth`, where it left.
 
         In long requests, and where pages are read, by one broadcast copy for all layers; measured faster than one
@@ -335,12 +335,12 @@ class DepthCache(Cache):
         entries = self._core_entries(segment)[..., position, :]
         entries[:, unwritten[0] :] = entries[:, self.policy.slot(depth), None]
 
-    def leave(self, keys: Sequence[int], positions: Sequence[int], depths: Sequence[int]) -> None:
+    def leave(self, keys: Sequence[Hashable], positions: Sequence[int], depths: Sequence[int]) -> None:
         """The tokens at these positions of these requests have left after these loops; see `fill`."""
         for key, position, depth in zip(keys, positions, depths, strict=True):
-            self.fill(key, position, depth)
+            self._fill(key, position, depth)
 
-    def fill_prompt(self, key: int, positions: torch.Tensor, depth: int) -> None:
+    def fill_prompt(self, key: Hashable, positions: torch.Tensor, depth: int) -> None:
         """The same for several positions (int64, on the device) of a prompt, by copies also in short requests: a span
         of many positions reads views."""
         unwritten = self.policy.unwritten(depth)

@@ -53,12 +53,12 @@ class CompactCache(DepthCache):
         """Make room in the layers around the loop; that in the core is made as it is needed."""
         self._pools["outer"].reserve(sum(capacities))
 
-    def allocate(self, key: int, capacity: int, most: int | None = None) -> None:
+    def allocate(self, key: Hashable, capacity: int, most: int | None = None) -> None:
         most = capacity if most is None else most
         outer, short = self._take("outer", capacity), self._is_short(most)
         self._segments[key] = Segment(capacity, self.arrays.add(most, short), outer, short)
 
-    def need(self, key: int, positions: int, most: int, saved: SavedArrays | None = None) -> int:
+    def need(self, key: Hashable, positions: int, most: int, saved: SavedArrays | None = None) -> int:
         """Bytes of the entries that request `key` has at most until it asks for room again: those that it has, and one
         for every loop and position that it has room for beside them."""
         held = entries = 0
@@ -70,7 +70,7 @@ class CompactCache(DepthCache):
         entries += (capacity - held) * self.policy.slots
         return entries * self._pools["core"].row_bytes + capacity * self._pools["outer"].row_bytes
 
-    def make_room(self, key: int, positions: int, most: int) -> bool:
+    def make_room(self, key: Hashable, positions: int, most: int) -> bool:
         segment = self._segments.get(key)
         if segment is not None and positions <= segment.capacity:
             return False
@@ -83,17 +83,17 @@ class CompactCache(DepthCache):
         self._pools["outer"].release(segment.outer, segment.capacity)
         return True
 
-    def save(self, key: int, positions: int) -> SavedArrays:
+    def save(self, key: Hashable, positions: int) -> SavedArrays:
         segment = self._segments[key]
         entries, placed, early = self.arrays.save(segment.core)
         return SavedArrays(entries, placed, early, self._entries("outer", segment)[:, :, :positions].clone())
 
-    def restore(self, key: int, saved: SavedArrays) -> None:
+    def restore(self, key: Hashable, saved: SavedArrays) -> None:
         segment = self._segments[key]
         self.arrays.restore(segment.core, saved.core, saved.placed, saved.early)
         self._entries("outer", segment)[:, :, : saved.positions].copy_(saved.outer, non_blocking=True)
 
-    def free(self, key: int) -> None:
+    def free(self, key: Hashable) -> None:
         segment = self._segments.pop(key, None)
         if segment is not None:
             self.arrays.drop(segment.core)
@@ -113,15 +113,12 @@ class CompactCache(DepthCache):
         self._shift("outer", segment, own)
         self._segments[kept] = own
 
-    def fill(self, key: int, position: int, depth: int) -> None:
-        self.leave([key], [position], [depth])
-
-    def leave(self, keys: Sequence[int], positions: Sequence[int], depths: Sequence[int]) -> None:
+    def leave(self, keys: Sequence[Hashable], positions: Sequence[int], depths: Sequence[int]) -> None:
         """The tokens at these positions of these requests have left after these loops; see `SlotArrays.leave`."""
         numbers = numpy.array([self._segments[key].core for key in keys])
         self.arrays.leave(numbers, numpy.array(positions), numpy.array(depths))
 
-    def fill_prompt(self, key: int, positions: torch.Tensor, depth: int) -> None:
+    def fill_prompt(self, key: Hashable, positions: torch.Tensor, depth: int) -> None:
         left = positions.cpu().numpy()
         self.arrays.leave(numpy.full_like(left, self._segments[key].core), left, numpy.full_like(left, depth))
 

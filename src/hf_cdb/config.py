@@ -50,7 +50,7 @@ class CDBConfig:
             coda for every position and loop.
         max_kv_memory: bytes that the keys and values of rows in flight hold at most (an integer), or a share of the
             free memory (a float up to 1). A row then holds what it has and a step ahead, and where that is short the
-            rows that came last are preempted.
+            last rows of the line are preempted.
         preemption: how rows come back that were preempted: "offload", their keys and values wait in the memory of the
             host; "recompute", their prompt and tokens run again, at the depths that they had.
         max_overtakes: prompts that may start before the first one in the line while that has to wait for room in
@@ -281,6 +281,7 @@ class CDBConfig:
             "max_depth": resolved.max_depth,
             "kv_policy": resolved.kv_policy,
             "kv_layout": resolved.kv_layout,
+            "prefix_reuse": resolved.prefix_reuse,
         }
 
     def _why_nothing_leaves(self, rule: ExitRule, depth: int, name: str) -> str | None:

@@ -71,7 +71,8 @@ class Engine:
             trace=Trace() if config.trace else None,
         )
         self._memory = RowMemory(self.cache, self.scheduler, self.stats, config)
-        self._most = whole_memory(adapter.device) if budget is None else budget  # bytes for one request
+        whole = whole_memory(adapter.device)
+        self._most = whole if budget is None else min(whole, budget)  # bytes for one request
         self._requests: dict[int, Request] = {}
         self._ended: list[Request] = []
         self._states = RowStates()
@@ -122,8 +123,8 @@ class Engine:
         positions = self.cache.positions(request.capacity)
         cost = positions * self.cache.bytes_per_position()
         if cost > self._most:
-            limit = self.config.max_kv_memory
-            room = "the memory" if limit is None else f"max_kv_memory={limit}"
+            bounded = self._most == self.scheduler.budget
+            room = f"max_kv_memory={self.config.max_kv_memory}" if bounded else "the memory"
             raise ValueError(
                 f"{room} is {self._most} bytes, but a prompt of {request.prompt_length} with {request.max_new_tokens} "
                 f"new tokens needs {cost}: {positions} positions of {self.cache.bytes_per_position()} bytes. Allow "
@@ -282,7 +283,7 @@ class Engine:
         return signal
 
     def _decide(self, batch: Batch, previous: torch.Tensor, state: torch.Tensor) -> Signal:
-        """Which rows their rules let go. Prompts always run to full depth, and its last signal is never read."""
+        """Which rows their rules let go. Of prompts nothing is asked here, and the last loop's signal is never read."""
         depths = batch.launch.depths
         deciding = [index for index in batch.deciding if depths[index] < batch.rows[index].max_depth]
         rows, places, spans = [batch.rows[index] for index in deciding], batch.places, batch.spans

@@ -41,6 +41,9 @@ class LazyPool(Pool):
         self.tensor = torch.frombuffer(self._memory, dtype=dtype).view(layers, rows, width)
         self._free = [(0, rows)]
 
+    def _extend(self, rows: int) -> None:
+        raise RuntimeError(f"a pool of mapped memory does not grow by {rows} rows by itself. Use `take` and `renew`.")
+
     def release(self, first: int, rows: int) -> None:
         super().release(first, rows)
         layers, held, width = self.tensor.shape

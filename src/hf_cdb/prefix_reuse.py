@@ -37,7 +37,10 @@ class PrefixReuse:
         positions leave at depths of their own, nor one that brings tokens."""
         if request.prompt_ids is None or request.prompt_length <= LEAST or request.prefill_exit or request.tokens:
             return
-        kind = (request.max_depth, *sorted(request.start_options.items()))
+        options = sorted(request.start_options.items())
+        if not all(isinstance(value, int | float | str | None) for _, value in options):
+            return  # equal by their texts would not mean equal
+        kind = (request.max_depth, *options)
         self.prefixes.add(request.key, request.prompt_ids.to("cpu", torch.int32).numpy().tobytes(), kind)
 
     @property

@@ -33,6 +33,7 @@ class Request:
         prompt_depths: loops that each position of the prompt ran, where they left by the rule; else None. Needed beside
             `tokens` as well.
         preemptions: how often it had to give up its place.
+        scores, logits: float32 `[vocab]` for each token, where the sampler keeps them.
         status: "waiting", "running", "finished", "cancelled" or "failed".
         error: why it failed.
     """

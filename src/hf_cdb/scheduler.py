@@ -141,7 +141,8 @@ class Scheduler:
         most = cost if most is None else most
         if self.budget is not None and most > self.budget:
             raise ValueError(
-                f"cost={most} of request {key} exceeds the whole budget of {self.budget}: it could never end."
+                f"request {key} may come to cost {most}, more than the whole budget of {self.budget}: it could never "
+                "end. Raise the budget, or let it need less."
             )
         if deadline is not None and math.isnan(deadline):
             raise ValueError(f"deadline={deadline} of request {key} is no time. Give seconds of your clock, or None.")

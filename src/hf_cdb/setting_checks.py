@@ -190,7 +190,10 @@ def _rows_of_integers(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     except TypeError:
         rows = ((None,),)
     if not all(is_integer(depth) for row in rows for depth in row):
-        raise ValueError(f"{name}: pass integers [rows, new tokens], as nested lists or a tensor.")
+        raise ValueError(
+            f"{name}={str(value)[:60]}: a depth for each row and new token is wanted. Pass integers "
+            "[rows, new tokens], as nested lists or a tensor."
+        )
     return tuple(tuple(int(depth) for depth in row) for row in rows)
 
 

@@ -67,7 +67,7 @@ class CDBStats:
         kv_bytes: keys and values of the core at their fullest moment, `kv_bytes_outer` those of the layers around it
             at theirs, `kv_bytes_peak` both together at their fullest.
         kv_bytes_reserved: memory taken for both at the largest moment: gaps between requests included, and what they
-            may still grow into.
+            may still grow into; where memory is mapped by the page, the pages that have been written.
         once, per_loop: parameters that run once per token and per loop.
         coda: parameters of the layers after the loop and the head.
         asked: "launches" and "rows" of the coda that the exit rule asked for, and "positions" of prompts.

@@ -71,7 +71,7 @@ def test_waits_are_seconds_and_launches_until_the_first_launch():
     requests = [SimpleNamespace(preemptions=0)]
     outcome = pressure.Outcome(engine, requests, {0: (2, 0.5), 1: (30, 7.5), 2: (40, 8.5)}, 10.0)
     row = pressure._figures("one", outcome, outcome)
-    assert (row["wait p50"], row["wait max"], row["tokens/s"]) == (7.5, 8.5, 1)
+    assert (row["wait p50"], row["wait max"], row["x unlimited"]) == (7.5, 8.5, 1)
     assert (row["wait in launches p50"], row["wait in launches max"]) == (30, 40)
 
 

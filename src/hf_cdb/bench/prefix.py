@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Run the benchmark and print a table.
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run the benchmark, print a table, and return the content of the JSON.
 
     Raises:
         ValueError: arguments out of their range.
@@ -53,10 +53,14 @@ def run(arguments: argparse.Namespace) -> None:
     columns |= {"seconds off": ".2f", "seconds on": ".2f", "off / on": ".2f"}
     print(f"{arguments.own} positions of its own in each prompt, {arguments.new} new tokens, all prompts in flight.\n")
     print(markdown_table(columns, rows))
-    print("\npositions: of prompts, that ran; seconds: of the processor, medians. Tokens and depths are equal.")
+    print(
+        "\npositions: of prompts, that ran; seconds: of the processor, medians; off / on: the median of the turns' "
+        "ratios. Tokens and depths are equal."
+    )
     report = Report(arguments, model, {}, {"exit_rule": "never"})
     report.add("prefix_reuse", rows)
     report.write(arguments.json)
+    return report.content
 
 
 def _cases(arguments: argparse.Namespace) -> list[tuple[int, int]]:
