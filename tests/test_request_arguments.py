@@ -96,7 +96,7 @@ WRONG = {
     "prefix_allowed_tokens_fn": [5, "a", []],
     "exit_rule": [5, True, ["gate"], "", "gates"],
     "exit_threshold": ["a", True, nan, inf, -1, [1], HUGE, ENDLESS],
-    "exit_at_step": ["a", 1.5, True, ENDLESS],
+    "exit_at_step": ["a", 1.5, True, -1, ENDLESS],
     "negative_prompt_ids": ["a", 5, [[5]], torch.tensor([5]), torch.tensor([[5.0]]), torch.tensor([[50]])],
     "negative_prompt_attention_mask": ["a", 5, [[1]], torch.tensor([1])],
     "exit_depths": [5, "abc", [], [4.0], [True], [0], [nan], ["4"], [[4]], [4, HUGE], {}, torch.tensor([4.0, 1.0])],

@@ -167,7 +167,7 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(("min_depth", "max_depth"), _integer(1)),
     "exit_threshold": _number(),
     # The models' own, and guidance's.
-    "exit_at_step": _integer(-(2**63)),
+    "exit_at_step": _integer(0),
     "num_steps": Kind(lambda value, _: _is_end(value, 2**63, 0), "an integer of at least 1, or a pair of integers"),
     "init_scale": _number(0),
     "init_seed": Kind(lambda value, _: _is_end(value, 2**63, -(2**63)), "an integer of 64 bits, or a list of them"),
