@@ -273,6 +273,35 @@ def test_of_several_prompts_all_are_queued_or_none(manager):
     assert not len(manager)
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["waits", "ended"])
+def test_of_several_prompts_that_find_no_room_nothing_is_left(before, monkeypatch):
+    """Neither those that were queued before it ran out, nor outputs under names that nobody was told, whether or not
+    they came before it was noticed."""
+    config = ContinuousBatchingConfig(max_queue_size=2)
+    manager = shared_model().init_continuous_batching(cdb=GATE, continuous_batching_config=config)
+    submit = manager.submit_job
+
+    def submit_without_patience(job):
+        if job.request_id == "req_2":
+            if before:
+                manager.start()
+                until = time.monotonic() + PATIENCE
+                while len(manager) and time.monotonic() < until:
+                    time.sleep(0.01)
+            raise queue.Full
+        submit(job, patience=0)
+
+    monkeypatch.setattr(manager, "submit_job", submit_without_patience)
+    options = {"num_return_sequences": 2, "do_sample": True, "seed": 1}
+    with pytest.raises(queue.Full):
+        manager.add_requests(PROMPTS[:3], max_new_tokens=2, **options)
+    if not before:
+        manager.start()
+    manager.stop()
+    assert list(manager) == []
+    assert_clean(manager)
+
+
 @pytest.mark.parametrize("name", ["seeds", "token_limits"])
 def test_what_belongs_to_prompts_is_refused_by_a_manager(name):
     with pytest.raises(ValueError, match=name):

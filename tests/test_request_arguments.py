@@ -12,7 +12,7 @@ from hf_cdb.manager import CDBManager
 
 from .requests import GATE, alone, assert_clean, last, told
 from .test_manager import PROMPTS, shared_model
-from .tiny import random_ouro
+from .tiny import random_huginn, random_ouro
 
 nan, inf = math.nan, math.inf
 HUGE = 10**400  # no float holds it
@@ -22,10 +22,30 @@ NO_NUMBER = ["a", True, nan, inf, [1], {}, HUGE]
 NO_SHARE = [*NO_NUMBER, -0.1, 2]
 NO_FLAG = ["yes", 2, nan, [True]]
 NO_TOKEN = ["4", 1.5, -2, True, [True], ["a"], [1.5], [[1]], {}, nan, HUGE, [HUGE], torch.tensor([1.5])]
-NO_LIST = [5, "ab", ["a"], [1.5], [True], {}]
+NO_LIST = [5, "ab", b"ab", ["a"], [1.5], [True], {}]
 NO_CALLABLES = [5, [5], "ab", [None], {}]
+NO_PROMPT = [
+    None,
+    5,
+    "5678",
+    b"56",
+    [],
+    [[5]],
+    [5.0],
+    ["5"],
+    [None],
+    [True],
+    {5: 6},
+    iter([5]),
+    object(),
+    [-1],
+    [50],
+    [2**63],
+]
+NO_PROMPT += [torch.empty(3, dtype=torch.long, device="meta"), torch.tensor([5, 6]).to_sparse(), [ENDLESS]]
 
 WRONG = {
+    "input_ids": NO_PROMPT,
     "max_new_tokens": [0, *NO_COUNT],
     "num_return_sequences": [0, 2**17, *NO_COUNT],
     "min_new_tokens": NO_COUNT,
@@ -75,11 +95,18 @@ WRONG = {
     "stopping_criteria": NO_CALLABLES,
     "prefix_allowed_tokens_fn": [5, "a", []],
     "exit_rule": [5, True, ["gate"], "", "gates"],
-    "exit_threshold": ["a", True, nan, inf, -1, [1], HUGE],
+    "exit_threshold": ["a", True, nan, inf, -1, [1], HUGE, ENDLESS],
+    "exit_at_step": ["a", 1.5, True, -1, ENDLESS],
+    "negative_prompt_ids": ["a", 5, [[5]], torch.tensor([5]), torch.tensor([[5.0]]), torch.tensor([[50]])],
+    "negative_prompt_attention_mask": ["a", 5, [[1]], torch.tensor([1])],
     "exit_depths": [5, "abc", [], [4.0], [True], [0], [nan], ["4"], [[4]], [4, HUGE], {}, torch.tensor([4.0, 1.0])],
     "min_depth": [0, 5, *NO_COUNT],
     "max_depth": [0, 5, *NO_COUNT],
+    "prefill_exit": NO_FLAG,
     "quality": ["a", 2, nan, True],
+    "seeds": [[1], ENDLESS],
+    "lookahead": [1, ENDLESS],
+    "attention_mask": [[1], ENDLESS],
     "cdb": [5, True, {}],
     "inputs": [[3]],
     "model": [1],
@@ -95,9 +122,10 @@ def test_no_wrong_argument_is_taken_and_none_harms_others():
         other = manager.add_request(PROMPTS[0], max_new_tokens=40)
         for name, values in WRONG.items():
             for value in values:
-                options = {name: value, **({"do_sample": True} if name in NEEDS_SAMPLING else {})}
+                options = {"input_ids": PROMPTS[1], name: value}
+                options |= {"do_sample": True} if name in NEEDS_SAMPLING else {}
                 try:
-                    manager.add_request(PROMPTS[1], **options)
+                    manager.add_request(**options)
                     taken.append((name, type(value)))
                 except ValueError as error:
                     if name not in str(error):
@@ -106,6 +134,35 @@ def test_no_wrong_argument_is_taken_and_none_harms_others():
         assert not unnamed
         assert len(manager) <= 1
         assert told(last(manager, other)) == alone(shared_model(), PROMPTS[0], max_new_tokens=40)[0]
+    assert_clean(manager)
+
+
+WRONG_FOR_HUGINN = {
+    "num_steps": ["a", 1.5, True, 0, -1, 7, ENDLESS],
+    "init_scale": ["a", True, -1, nan, inf, [1], HUGE],
+    "init_seed": ["a", 1.5, True, 2**63, ENDLESS, [1, 2], ["a"]],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_FOR_HUGINN)
+def test_wrong_keywords_of_huginn(name):
+    """A scale that no float holds would end the thread."""
+    model = random_huginn(eos_token_id=None, bos_token_id=None, pad_token_id=0)
+    manager = CDBManager(model, cdb=True)
+    named = f"{name}=|max_depth=7"  # num_steps is its name for that
+    for value in WRONG_FOR_HUGINN[name]:
+        with pytest.raises(ValueError, match=named):
+            manager.add_request(PROMPTS[0], **{name: value})
+    assert_clean(manager)
+
+
+def test_none_is_what_is_left_out():
+    """Also in the thread, where a request would fail by itself."""
+    expected = alone(shared_model(), PROMPTS[1], max_new_tokens=4)[0]
+    names = [name for name in WRONG if name not in ("input_ids", "model", "_only_prepare", "unheard_of")]
+    with CDBManager(shared_model(), GenerationConfig(max_new_tokens=4), cdb=GATE) as manager:
+        requests = {name: manager.add_request(PROMPTS[1], **{name: None}) for name in names}
+        assert [name for name, request in requests.items() if told(last(manager, request)) != expected] == []
     assert_clean(manager)
 
 

@@ -233,7 +233,8 @@ class CDBManager(AsyncFront):
             seed: for sampling; it alone decides what is drawn. Without one it is drawn from PyTorch's generator now.
             deadline: seconds from now; where it has not ended by then it fails with a TimeoutError. Of requests of one
                 priority that wait, the earliest deadline starts first.
-            priority: an integer; higher ones start first, without starving others (docs/scheduling.md).
+            priority: an integer, 0 where none is given; higher ones start first, without starving others
+                (docs/scheduling.md).
             **kwargs: `max_depth` (at most the manager's), `min_depth`, `exit_rule`, `exit_threshold`, `prefill_exit`,
                 `exit_depths` (a list, for this prompt) as in `CDBConfig`, and everything that `generate` takes for a
                 prompt of its own: `do_sample`, `temperature`, `logits_processor`, `stop_strings` with `tokenizer`, ...
@@ -274,9 +275,16 @@ class CDBManager(AsyncFront):
                 self.submit_job(job)
             except BaseException:
                 for submitted in jobs[:count]:
-                    self.cancel_request(submitted.request_id)
+                    self._cancel_unseen(submitted)
                 raise
         return [job.request_id for job in jobs]
+
+    def _cancel_unseen(self, job: Job) -> None:
+        """End a request of whose name nobody has heard; its outputs go nowhere."""
+        for name in job.names:
+            self._outbox.register(name, lambda _: None, self._worker.end)
+        self.cancel_request(job.request_id)
+        self._outbox.forget_all_of(job.request_id)  # where somebody has taken whatever comes
 
     def new_name(self) -> str:
         """A name that `add_request` would make up."""
@@ -346,7 +354,7 @@ class CDBManager(AsyncFront):
         record_timestamps: bool = False,
         seed: int | None = None,
         deadline: float | None = None,
-        priority: int = 0,
+        priority: int | None = None,
         created: float | None = None,
         **kwargs: Any,
     ) -> Job:
@@ -369,7 +377,8 @@ class CDBManager(AsyncFront):
         run = self._maker.make(input_ids, seed, kwargs)
         name = self.new_name() if request_id is None else request_id
         for request in run.requests:
-            request.priority, request.deadline = priority, None if deadline is None else created + deadline
+            request.priority = 0 if priority is None else priority
+            request.deadline = None if deadline is None else created + deadline
         return Job(name, run, streaming, record_timestamps, deadline, created)
 
     def submit_job(self, job: Job, patience: float | None = _PATIENCE) -> None:

@@ -10,6 +10,7 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation import BaseWatermarkingConfig, GenerationConfig
 
@@ -25,11 +26,19 @@ class Kind(NamedTuple):
     words: str
 
 
+class _Shown(reprlib.Repr):
+    def repr_int(self, value: int, level: int) -> str:
+        if value.bit_length() > 256:  # Python refuses to print those that are long
+            return f"<an integer of {value.bit_length()} bits>"
+        return super().repr_int(value, level)
+
+
+_SHOWN = _Shown()
+
+
 def shown(value: Any) -> str:
     """A value in an error: short, whatever it is."""
-    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to print those that are long
-        return f"<an integer of {value.bit_length()} bits>"
-    return reprlib.repr(value)
+    return _SHOWN.repr(value)
 
 
 def _is_number(value: Any) -> bool:
@@ -66,10 +75,13 @@ def _list(value: Any) -> Any:
 def _are_tokens(value: Any, vocab: float, least: int = 0) -> bool:
     """Whether it is a list of token ids, which may be none."""
     value = _list(value)
-    return isinstance(value, Sequence) and all(is_integer(token) and least <= token < vocab for token in value)
+    if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray):  # these hold integers, too
+        return False
+    return all(is_integer(token) and least <= token < vocab for token in value)
 
 
 def _is_end(value: Any, vocab: float, least: int) -> bool:
+    """Whether it is an integer from `least` to below `vocab`, or a list of them."""
     value = _list(value)
     return _are_tokens(value if isinstance(value, Sequence) else [value], vocab, least)
 
@@ -105,6 +117,14 @@ def _is_decay(value: Any, _: int) -> bool:
 def _are_texts(value: Any, _: int) -> bool:
     texts = [value] if isinstance(value, str) else value
     return isinstance(texts, list | tuple) and bool(texts) and all(isinstance(text, str) and text for text in texts)
+
+
+def _is_negative_prompt(value: Any, vocab: int) -> bool:
+    return _is_matrix(value) and value.numel() > 0 and all(_are_tokens(row, vocab) for row in value)
+
+
+def _is_matrix(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 2 and not value.is_meta
 
 
 def _are_callable(value: Any, _: int) -> bool:
@@ -145,6 +165,14 @@ _KINDS: dict[str, Kind] = {
     "generation_config": Kind(lambda value, _: isinstance(value, GenerationConfig), "a GenerationConfig"),
     **dict.fromkeys(("streaming", "record_timestamps", "progress_bar", "persistent_manager"), _FLAG),
     **dict.fromkeys(("min_depth", "max_depth"), _integer(1)),
+    "exit_threshold": _number(),
+    # The models' own, and guidance's.
+    "exit_at_step": _integer(0),
+    "num_steps": Kind(lambda value, _: _is_end(value, 2**63, 0), "an integer of at least 1, or a pair of integers"),
+    "init_scale": _number(0),
+    "init_seed": Kind(lambda value, _: _is_end(value, 2**63, -(2**63)), "an integer of 64 bits, or a list of them"),
+    "negative_prompt_ids": Kind(_is_negative_prompt, "a tensor of token ids, [1, positions]"),
+    "negative_prompt_attention_mask": Kind(lambda value, _: _is_matrix(value), "a tensor [1, positions]"),
     "seed": _integer(-(2**63)),
     "deadline": _number(0, above=True),
     "created": _number(),

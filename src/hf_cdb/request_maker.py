@@ -13,7 +13,7 @@ from .config import CDBConfig
 from .engine import Engine
 from .exits import RULES, ExitRule
 from .generation_run import GenerationRun, prepare_run
-from .request_arguments import check_kind, check_options
+from .request_arguments import check_kind, check_options, shown
 
 __all__ = ["OF_CALLS", "RequestMaker"]
 
@@ -104,14 +104,14 @@ class RequestMaker:
         for name, instead in _ELSEWHERE.items():
             value = kwargs.pop(name, None)
             if value is not None and value is not False:
-                raise ValueError(f"{name}={value!r} has no meaning for one request. {instead}")
+                raise ValueError(f"{name}={shown(value)} has no meaning for one request. {instead}")
         hidden = next((name for name in kwargs if name.startswith("_")), None)
         if hidden is not None:
             raise ValueError(f"{hidden!r} is no argument of a request. Leave it out.")
         for name in (*_OF_ENGINE, "seeds", "token_limits"):
             if kwargs.get(name) is not None:
                 instead = f"Give {OF_CALLS[name]}." if name in OF_CALLS else "Give it to the manager, in its cdb."
-                raise ValueError(f"{name}={kwargs[name]!r} is no setting of one request. {instead}")
+                raise ValueError(f"{name}={shown(kwargs[name])} is no setting of one request. {instead}")
         for name in ("cdb", "cdb_config"):
             value = getattr(generation_config, name, None)
             if value not in (None, True, getattr(self._generation_config, name, None)):
@@ -156,6 +156,6 @@ def _as_prompt(input_ids: Any) -> torch.Tensor:
     except Exception:  # PyTorch raises errors of many kinds
         prompt = torch.empty(0)
     kinds = (prompt.is_floating_point(), prompt.is_complex(), prompt.dtype == torch.bool)
-    if prompt.ndim != 1 or any(kinds) or not len(prompt):
-        raise ValueError(f"input_ids={input_ids!r}: give the token ids of one prompt, a list of integers.")
+    if prompt.ndim != 1 or any(kinds) or prompt.is_meta or prompt.layout != torch.strided or not len(prompt):
+        raise ValueError(f"input_ids={shown(input_ids)}: give the token ids of one prompt, a list of integers.")
     return prompt.long()

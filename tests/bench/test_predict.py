@@ -158,6 +158,13 @@ def test_memory_bounds_the_rows(tmp_path):
     assert shared["cdb"]["occupancy"] > 0.5
 
 
+def test_requests_by_default(tmp_path):
+    """Eight for each row of the widest run: tables of the docs rest on that."""
+    path = tmp_path / "figures.json"
+    assert main(["bench", "predict", "--prompt", "3", "--new", "2", "--width", "5", "3", "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["workload"]["requests"] == 8 * 5
+
+
 def test_table_and_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "predicted.png"

@@ -1,5 +1,6 @@
 """Locks between processes: a second process is plain Python, so that it says what the system does."""
 
+import fcntl
 import subprocess
 import sys
 from contextlib import closing
@@ -62,6 +63,21 @@ def test_a_piece_is_done_once(claims, tmp_path):
     assert claims.done == 1
     claims.finish([0])
     assert (tmp_path / "claims").read_bytes() == b"\x001\x00\x001"
+
+
+def test_a_piece_that_is_done_between_look_and_lock_is_not_taken(claims, tmp_path, monkeypatch):
+    """Its process has let go of it by then, so that the lock is to be had; it is given back."""
+
+    def end_and_lock(*arguments):
+        (tmp_path / "claims").write_bytes(b"\x00\x00\x00" + b"1")  # another process's piece 2
+        lockf(*arguments)
+
+    lockf = fcntl.lockf
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "lockf", end_and_lock)
+        assert not claims.take(2)
+    lock = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+b'), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 3)"
+    subprocess.run([sys.executable, "-c", lock, tmp_path / "claims"], check=True)
 
 
 def test_what_was_done_before_is_known(tmp_path):

@@ -35,6 +35,7 @@ def test_ends_of_line_within_a_text(tmp_path):
     """JSON allows U+2028 and U+0085 in strings; only the line feed ends a line."""
     (prompt,), _ = read(tmp_path, '{"prompt": "one\u2028two\u0085three"}\n')
     assert prompt.given == {"prompt": "one\u2028two\u0085three"}
+    assert prompt.length == 12 + 13 + 2  # characters; in UTF-8 there are three bytes more
 
 
 def test_token_ids(tmp_path, tokenizer):

@@ -1,6 +1,8 @@
 """Files of prompts: what one process makes of them, several, and those that are left when one is killed."""
 
+import fcntl
 import json
+import math
 import os
 import signal
 import subprocess
@@ -17,6 +19,7 @@ from hf_cdb.engine import Engine
 from hf_cdb.evaluation.records import RecordFile
 from hf_cdb.evaluation.run import load_model_to_evaluate
 from hf_cdb.offline import run as offline_run
+from hf_cdb.offline.claims import Claims
 from hf_cdb.offline.run import FileSettings, generate_file
 
 from ..requests import alone
@@ -318,6 +321,48 @@ def test_a_process_that_comes_late_runs_nothing(tmp_path, monkeypatch, saved, lo
     assert generate_file(source, output, settings_with(), progress=False) == 0
     assert sorted(saved) == [1, 2]
     assert [file.name for file in (tmp_path / "out.jsonl.run").iterdir()] == ["settings.json"]
+
+
+def test_a_line_that_another_process_ends_at_the_last_moment_is_not_run(tmp_path, monkeypatch, saved):
+    """It writes its record and lets go of the line after this process has looked, and before it locks."""
+    source, output = write(tmp_path / "in.jsonl", LINES[:3]), tmp_path / "out.jsonl"
+    other = {"line": 2, "text": "of the other process", "error": None}
+    lockf = fcntl.lockf
+
+    def end_and_lock(file, kind, length, byte):
+        if kind & fcntl.LOCK_NB and byte == 2:
+            write(tmp_path / "out.jsonl.run" / "records-other.jsonl", [other])
+            os.pwrite(file, b"1", byte)
+        lockf(file, kind, length, byte)
+
+    monkeypatch.setattr(fcntl, "lockf", end_and_lock)
+    assert generate_file(source, output, settings_with(), progress=False) == 0
+    assert sorted(saved) == [1, 3]
+    assert read(output)[1] == other
+
+
+def test_no_process_holds_more_than_its_share_of_what_is_left(tmp_path, monkeypatch):
+    """One of three, the only one that has begun, with room for all lines."""
+    source, counts = write(tmp_path / "in.jsonl", [{"input_ids": [5, 6], "max_new_tokens": 3}] * 7), []
+    take, finish, held = Claims.take, Claims.finish, set()
+
+    def count(claims, piece):
+        taken = take(claims, piece)
+        held.update([piece] if taken else [])
+        counts.append((len(held), claims.count - claims.done))
+        return taken
+
+    def let_go(claims, pieces):
+        pieces = list(pieces)
+        finish(claims, pieces)
+        held.difference_update(pieces)
+
+    monkeypatch.setattr(Claims, "take", count)
+    monkeypatch.setattr(Claims, "finish", let_go)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert generate_file(source, tmp_path / "out.jsonl", settings_with(), progress=False) == 0
+    assert max(counts) == (3, 7)
+    assert all(lines <= math.ceil(left / 3) for lines, left in counts)
 
 
 def test_an_error_of_the_model_is_no_error_of_the_lines(tmp_path, monkeypatch):

@@ -40,7 +40,40 @@ def test_the_command_serves_until_it_is_told_to_end():
             assert '"completion_tokens": 200' in usage
             assert '"mean_depth": 3.0' in usage
             assert end == "data: [DONE]"
-            process.wait(timeout=20)
+            assert process.wait(timeout=20) == 0
+        finally:
+            process.kill()
+
+
+COMMAND = [sys.executable, "-m", "hf_cdb", "serve", "tiny-ouro", "--port", "0", "--threads", "1"]
+
+
+def test_an_interrupt_is_no_failure():
+    with subprocess.Popen(COMMAND, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+        try:
+            assert any("http://" in line for line in process.stderr)
+            process.send_signal(signal.SIGINT)
+            rest = process.stderr.read()
+            assert process.wait(timeout=20) == 0, rest
+            assert "Traceback" not in rest
+        finally:
+            process.kill()
+
+
+def test_a_second_interrupt_ends_at_once():
+    """Though the answer under way had minutes left."""
+    with subprocess.Popen([*COMMAND, "--grace", "600"], stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+        try:
+            address = next(found[0] for line in process.stderr if (found := re.search(r"http://[\d.:]+", line)))
+            body = {"prompt": "In the", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 128, "seed": 1}
+            with httpx.stream(
+                "POST", f"{address}/v1/completions", json={**body, "temperature": 1}, timeout=30
+            ) as answer:
+                next(answer.iter_lines())
+                process.send_signal(signal.SIGINT)
+                assert any("Waiting for" in line for line in process.stderr)
+                process.send_signal(signal.SIGINT)
+                assert process.wait(timeout=60) == 0
         finally:
             process.kill()
 

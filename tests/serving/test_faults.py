@@ -1,5 +1,6 @@
 """What clients do wrong, and what goes wrong in the model, is told to whom it concerns and to no other."""
 
+import gzip
 import json
 import re
 import socket
@@ -17,10 +18,12 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "add:1+1="}]
 
 GARBAGE = [
-    (TEXT, b"{", 422, "JSON"),
+    (TEXT, b"{", 422, "no JSON: Expecting property name .* at character 1"),
     (TEXT, b"", 422, "body"),
     (TEXT, b"[1]", 422, "dictionary"),
     (TEXT, b"\xff\xfe", 422, "JSON"),
+    (TEXT, b'{"prompt": "\xe4"}', 422, "no JSON .*: 'utf-8' codec can't decode byte 0xe4"),
+    (TEXT, gzip.compress(b'{"prompt": "a"}'), 422, "no JSON .*: 'utf-8' codec can't decode byte 0x8b"),
     (TEXT, {}, 422, "prompt: Field required"),
     (TEXT, {"prompt": ""}, 422, "prompt"),
     (TEXT, {"prompt": []}, 422, "prompt"),
@@ -76,12 +79,12 @@ GARBAGE = [
     (TEXT, b'{"prompt": "a", "repetition_penalty": Infinity}', 422, "repetition_penalty"),
     (TEXT, b'{"prompt": "a", "logit_bias": {"5": NaN}}', 422, "logit_bias"),
     (TEXT, b'{"prompt": "a", "cdb": {"deadline": 1e400}}', 422, "cdb.deadline"),
-    (TEXT, b'{"prompt": "a", "cdb": {"priority": 1' + b"0" * 5000 + b"}}", 400, "parsing the body"),
+    (TEXT, b'{"prompt": "a", "cdb": {"priority": 1' + b"0" * 5000 + b"}}", 422, "4300 digits"),
     (TEXT, {"prompt": "a", "cdb": {"priority": True}}, 422, "cdb.priority"),
     (TEXT, {"prompt": "a", "cdb": {"max_depth": 10**400}}, 422, "cdb.max_depth"),
     (TEXT, {"prompt": "a", "cdb": {"exit_threshold": True}}, 422, "cdb.exit_threshold"),
     (TEXT, {"prompt": "a", "cdb": {"exit_depths": [4, 10**30]}, "max_tokens": 2}, 422, "exit_depths"),
-    (TEXT, b'{"prompt": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", 400, "parsing the body"),
+    (TEXT, b'{"prompt": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", 422, "no JSON .*: maximum recursion"),
     (TEXT, {"prompt": "a", "stop": 5}, 422, "stop"),
     (TEXT, {"prompt": "a", "stream_options": {"include_usage": 1}}, 422, "include_usage"),
     ("/v1/embeddings", {"input": "a"}, 404, "Not Found"),

@@ -68,7 +68,7 @@ class Prompt:
 
     Attributes:
         line: its number in the file, from 1.
-        length: bytes.
+        length: characters.
         given: what it holds; empty where it is no JSON object.
         error: why nothing can be run for it; None where that is not known yet.
     """

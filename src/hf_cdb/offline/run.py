@@ -180,6 +180,9 @@ class _Worker:
     """One process's part of a run.
 
     Args:
+        model, tokenizer: as loaded for `settings`.
+        settings: of the run.
+        prompts: all lines of the input, at least one, in its order; those of other processes too.
         processes: that share the lines, as far as this one knows.
 
     Raises:

@@ -44,6 +44,8 @@ def build_app(service: Service, max_body: int = 4 * 2**20) -> FastAPI:
     async def refuse(_: Request, error: HTTPException) -> Response:
         if error.status_code != _GONE:
             service.metrics.refused()
+        if isinstance(error.__cause__, ValueError | RecursionError):  # of what reads the body, which FastAPI hides
+            return _error(422, f"body: this is no JSON that can be read: {error.__cause__}.")
         return _error(error.status_code, str(error.detail))
 
     @app.exception_handler(RequestValidationError)
@@ -142,7 +144,10 @@ def _reasons(error: RequestValidationError) -> str:
     reasons = []
     for problem in error.errors():
         place = ".".join(str(part) for part in problem["loc"] if part != "body")
-        given = "" if problem["type"] in ("missing", "json_invalid") else f" (got {str(problem['input'])[:100]})"
+        if problem["type"] == "json_invalid":
+            reasons.append(f"body: this is no JSON: {problem['ctx']['error']} at character {place}.")
+            continue
+        given = "" if problem["type"] == "missing" else f" (got {str(problem['input'])[:100]})"
         reasons.append(f"{place or 'body'}: {problem['msg']}{given}")
     return "; ".join(dict.fromkeys(reasons))
 

@@ -1,6 +1,8 @@
 """The HTTP server around the application."""
 
 import asyncio
+import signal
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -28,6 +30,12 @@ class Server(uvicorn.Server):
         application = build_app(service, max_body)
         super().__init__(uvicorn.Config(application, timeout_graceful_shutdown=grace + _LAST_WORDS, **options))
         self._service, self._grace = service, grace
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """As uvicorn calls it at SIGTERM and SIGINT; a second SIGINT ends at once. uvicorn's own would raise them once
+        more when all is done, so that an end that was asked for would look like a failure."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
 
     async def shutdown(self, sockets: list | None = None) -> None:
         """As uvicorn calls it when it is told to end."""
