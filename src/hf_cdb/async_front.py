@@ -18,10 +18,7 @@ class AsyncFront:
         self, input_ids: Sequence[int] | torch.Tensor, *, request_id: str | None = None, **kwargs
     ) -> CDBGenerationOutput:
         """The last output of a request of one sequence, see `add_request`; cancelled with the task that awaits it."""
-        job = self._add(input_ids, request_id, kwargs)
-        if len(job.names) > 1:
-            self.cancel_request(job.request_id)
-            raise ValueError(f"num_return_sequences={len(job.names)}: generate_async gives one. Use stream_async.")
+        job = self._add(input_ids, request_id, kwargs, most=1)
         async with aclosing(self._outputs_of(job)) as outputs:
             async for output in outputs:
                 last = output

@@ -336,9 +336,12 @@ class CDBManager(AsyncFront):
         """
         self._outbox.register(request_id, callback, self._worker.end)
 
-    def _add(self, input_ids: Any, request_id: str | None, kwargs: dict[str, Any]) -> Job:
+    def _add(self, input_ids: Any, request_id: str | None, kwargs: dict[str, Any], most: int | None = None) -> Job:
+        """Queue a request of `most` sequences at most; None is any number."""
         try:
             job = self.make_job(input_ids, request_id, **kwargs)
+            if most is not None and len(job.names) > most:
+                raise ValueError(f"num_return_sequences={len(job.names)}: choose at most {most}, or use stream_async.")
             self.submit_job(job)
         except BaseException:
             if request_id is not None:

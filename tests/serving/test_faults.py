@@ -1,5 +1,6 @@
 """What clients do wrong, and what goes wrong in the model, is told to whom it concerns and to no other."""
 
+import asyncio
 import gzip
 import json
 import re
@@ -10,6 +11,9 @@ import time
 import httpx
 import openai
 import pytest
+
+from hf_cdb.serving.bodies import CompletionBody
+from hf_cdb.serving.generation import RefusedError
 
 from .server import NAME, figures, load_ouro, make_service, serving, wait_until
 
@@ -204,6 +208,34 @@ def test_a_model_that_fails_and_the_restart():
                 assert figures(address)["hf_cdb_restarts_total"] == 1
             else:
                 assert (again.status_code, "out of memory" in again.text) == (503, True)
+
+
+def test_who_reads_late_is_told_that_the_model_failed():
+    """Though another request has started it again by then."""
+    service = make_service(load_ouro())
+    layer = service.manager.model.model.layers[0]
+
+    async def serve():
+        late = await service.generate(CompletionBody(**ENDLESS, stream=True), time.perf_counter())
+        outputs = late.new_outputs()
+        await anext(outputs)
+        hook = layer.register_forward_pre_hook(_fail)
+        while service.fatal_error is None or service.manager.is_running():
+            await asyncio.sleep(0.01)
+        hook.remove()
+        other = await service.generate(CompletionBody(prompt="a", max_tokens=2), time.perf_counter())
+        assert [output.error async for _, output in other.new_outputs()] == [None]
+        with pytest.raises(RefusedError, match=r"the model has failed: .*out of memory") as caught:
+            [output async for output in outputs]
+        late.close()
+        other.close()
+        return caught.value.status
+
+    service.start()
+    try:
+        assert asyncio.run(serve()) == 503
+    finally:
+        service.stop()
 
 
 def _fail(*_):

@@ -43,6 +43,7 @@ class Generation:
         self._jobs: list[Job] = []  # queued
         self._left: set[int] = set()
         self._new: set[int] = set()
+        self._failures: dict[int, RefusedError] = {}  # by sequence
         self._some_new = asyncio.Event()
         self._closed = self._failed = False
 
@@ -98,6 +99,8 @@ class Generation:
 
     def _put(self, index: int, output: CDBGenerationOutput) -> None:
         self.outputs[index] = output
+        if output.error is not None:  # now: when it is read, the manager may have been started again
+            self._failures[index] = self._failure(output)
         self._new.add(index)
         self._some_new.set()
 
@@ -118,7 +121,7 @@ class Generation:
                     self.service.metrics.ended(output)
                 if output.error is not None:
                     self._failed = True
-                    raise self._failure(output)
+                    raise self._failures[index]
                 yield index, output
 
     def _failure(self, output: CDBGenerationOutput) -> RefusedError:
