@@ -503,7 +503,9 @@ def test_a_cancelled_request_keeps_nothing_and_is_not_cancelled_twice():
 
 
 def test_a_share_of_the_memory_is_a_share(monkeypatch):
-    monkeypatch.setattr("hf_cdb.memory.psutil.virtual_memory", lambda: SimpleNamespace(available=1_000_000))
+    monkeypatch.setattr(
+        "hf_cdb.memory.psutil.virtual_memory", lambda: SimpleNamespace(available=1_000_000, total=2_000_000)
+    )
     engine, _ = engine_of(random_ouro(), exit_rule="never", max_kv_memory=0.25)
     assert engine.scheduler.budget == 250_000
 

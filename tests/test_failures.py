@@ -287,7 +287,7 @@ def test_a_row_that_ended_in_the_launch_that_failed(monkeypatch):
     def boom(*_):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(engine.cache, "fill", boom)
+    monkeypatch.setattr(engine.cache, "leave", boom)
     with pytest.raises(RuntimeError, match="boom"):
         engine.run()
     assert (short.status, long.status) == ("finished", "failed")
